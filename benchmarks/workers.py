@@ -157,7 +157,7 @@ def main() -> int:
         for _ in range(given.blocks):
             wait_for_quiet(given.patience if ranks.size == 1 else 0)
             alone, model = block(fed, given.workload, given.rounds, 1, SINGLE_RANK) if ranks.rank == 0 else (None, None)
-            ranks.any()
+            ranks.combine_flags()
             together, other = block(fed, given.workload, given.rounds, several, ranks)
             if alone is not None and model is not None:
                 found[1].append(alone)

@@ -128,7 +128,7 @@ def terms_of(client: Client, step: int, beta: Sequence[float], figures: Sequence
     )  # fmt: skip
     agreed = client.answers._analyses.agreed.get("cox")
     ends = () if agreed is None else agreed.analysis._merged(agreed.terms(empty)).ends
-    return empty.with_(question=AnalysisStep.of("cox", step, message_of(beta, ends)))
+    return empty.with_(question=AnalysisStep.create("cox", step, message_of(beta, ends)))
 
 
 def message_of(beta: Sequence[float], ends: Sequence[float] = ()) -> bytes:
@@ -482,7 +482,7 @@ class Watched(Rogue):
     def step(self, step: int, beta: Sequence[float], clients: range) -> tuple[RogueSession, Terms]:
         """Begin a session for a step, and say what it asks."""
         figures = tuple(str(site.answers.figures) for site in self.sites)
-        question = AnalysisStep.of("cox", step, message_of(beta))
+        question = AnalysisStep.create("cox", step, message_of(beta))
         return self.begin(1, clients), self.terms(1, cohort=(*clients,), figures=figures, question=question)
 
     def question(self, step: int, beta: tuple[float, ...]) -> tuple[object, ...]:
@@ -606,9 +606,9 @@ def test_what_a_plain_site_answers_shows_only_in_its_sums(tmp_path: Path, cox: d
     figures = [str(client.answers.figures) for client in rogue.sites]
     messages = [terms_of(rogue.sites[0], *step, figures).with_(sizes=rogue.sizes) for step in asked]
     wrong = [
-        AnalysisStep.of("cox", 3, b"{}"), AnalysisStep.of("cox", 3, message_of([float("nan"), 0.0, 0.0])),
-        AnalysisStep.of("cox", 3, message_of([0.0])), AnalysisStep.of("cox", 24, message_of([0.0] * 3)),
-        AnalysisStep.of("glm", 3, message_of([0.0] * 3)),
+        AnalysisStep.create("cox", 3, b"{}"), AnalysisStep.create("cox", 3, message_of([float("nan"), 0.0, 0.0])),
+        AnalysisStep.create("cox", 3, message_of([0.0])), AnalysisStep.create("cox", 24, message_of([0.0] * 3)),
+        AnalysisStep.create("glm", 3, message_of([0.0] * 3)),
     ]  # fmt: skip
     messages += [messages[0].with_(question=question) for question in wrong]
     for name, changes in ({"as it is": {}} | HOSTILE).items():

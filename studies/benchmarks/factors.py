@@ -74,7 +74,7 @@ def figures() -> Federation:
     """1,500 digits of MNIST at 15 clients, Dirichlet 0.2."""
     data = load("mnist")
     chosen = torch.from_numpy(np.random.default_rng(3).permutation(len(data))[:1500])
-    part = fl.Dataset.of(data.x[chosen].numpy(), data.y[chosen].numpy())
+    part = fl.Dataset.create(data.x[chosen].numpy(), data.y[chosen].numpy())
     return fl.partitions.dirichlet(clients=15, alpha=0.2, min_size=15, validation=0.25)(part, seed=3)
 
 
@@ -86,7 +86,7 @@ def table() -> Federation:
     rng, owner = np.random.default_rng(3), np.random.default_rng(4).choice(8, 1600, p=np.arange(1, 9) / 36)
     x = x + rng.normal(0, 1, (8, 20))[owner]
     x = (x - x.mean(0)) / x.std(0)
-    data = fl.Dataset.of(x.astype(np.float32), y, users=owner)
+    data = fl.Dataset.create(x.astype(np.float32), y, clients=owner)
     return fl.partitions.natural(validation=0.25)(data, seed=3)
 
 

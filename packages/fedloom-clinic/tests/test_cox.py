@@ -144,8 +144,8 @@ def test_sums_that_overflow_are_no_vector() -> None:
     x = np.array([[0.5, 0.5], [-0.5, 0.2], [0.1, -0.9]])
     vectors = SiteVectors(SurvivalSite(x, np.array([1.0, 7.0, 9.0]), np.array([1.0, 1.0, 0.0])), terms)
     assert vectors.largest_share(np.zeros(2)) <= 0.5
-    assert len(vectors.at(np.array([1.0, -2.0]))) == terms.length
+    assert len(vectors.encode(np.array([1.0, -2.0]))) == terms.length
     for beta in ([1.7e308, 1.7e308], [1.7e308, -1.7e308]):
         assert not vectors.largest_share(np.array(beta)) <= 0.5
         with pytest.raises(DataError, match="not finite"):
-            vectors.at(np.array(beta))
+            vectors.encode(np.array(beta))

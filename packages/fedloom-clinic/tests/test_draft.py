@@ -89,7 +89,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
     said = init(path, "--client-column", "hospital", "--target", "died")
     for sentence in (
         "target: 'died', binary",
-        "column 'died': 1 rows have no target and are left out",
+        "column 'died': without a target, and therefore left out: 1 row",
         "site: 'hospital', 4 sites of 9 to 77 rows",
         "sites with fewer than 20 rows: '7' (9)",
         "column 'id': names rows; left out",
@@ -197,7 +197,7 @@ def test_what_is_asked_for_must_fit(tmp_path: Path) -> None:
         (("--target", "five"), "is the same in every row"),
         (("--target", "name"), "differs in every row"),
         (("--client-column", "name"), "0 of the 240 sites of --client-column name have at least 5 rows"),
-        (("--client-column", "five"), "1 of the 1 sites"),
+        (("--client-column", "five"), "1 of the 1 site"),
     ):
         assert sentence in init(path, *options, code=2), options
     for missing in (tmp_path / "none.csv", tmp_path):
@@ -348,13 +348,13 @@ def outcomes(path: Path, event: str, time: str = "week", first: int = 0) -> Path
 
 
 def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
-    path = outcomes(tmp_path / "t.csv", "arrest")
+    path = outcomes(tmp_path / "t.csv", "arrest", "weeks_of_follow_up")
     said = init(path)
-    assert "target: 'week' (not given; it may also be 'falls'), survival: 1 to " in said
+    assert "target: 'weeks_of_follow_up' (not given; it may also be 'falls'), survival: 1 to " in said
     assert f"column 'arrest': 1 for an event: {ILL.sum()} of {N} rows" in said
     assert "column 'arrest': '1' by site" in said
     data = drafted(path)["data"]
-    assert (data["target"], data["event"], "task" in data) == ("week", "arrest", False)
+    assert (data["target"], data["event"], "task" in data) == ("weeks_of_follow_up", "arrest", False)
     assert drafted(path)["local"]["batch_size"] == "full"
     assert runs(path).federations[0].data.task == "survival"
 

@@ -272,6 +272,13 @@ def _rows() -> list[Row]:
         }),
         Row("recalibration of three classes", "calibrate-needs-two-classes", choices={"task": {"calibrate": True}}),
         Row("a horizon without times", "horizon-needs-survival", choices={"task": {"horizon": 5.0}}),
+        Row("AUROC of three classes", "metric-undefined", choices={"task": {"metrics": ["auroc"]}}),
+        Row("a backdoor in a table", "backdoor-without-columns", choices={
+            "attack": {"kind": "backdoor", "fraction": 0.2}
+        }, not_at={"scikit-learn": "its columns have other names"}),
+        Row("early stopping by a part without scores", "early-stop-part", choices={
+            "early_stop": {"patience": 2}, "evaluate": {"parts": ["test"]}
+        }, not_at=dict.fromkeys(("Flower", "deploy"), "early stopping exists only in simulations")),
         Row("random crops of rows", "augment-needs-images", choices={"augment": {"flip": 0.5}}),
         # how it is computed
         Row("a GPU that is not there", "device-missing", choices={"engine": {"device": "cuda:7"}},

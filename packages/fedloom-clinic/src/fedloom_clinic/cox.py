@@ -1,4 +1,6 @@
-"""Cox regression over the rows of all clients by sums: with exact times, agreed time bins, or a baseline per client.
+"""Cox regression over the rows of all clients, computed from sums.
+
+The regression uses exact times, agreed time bins, or a baseline hazard for each client.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """
@@ -23,7 +25,7 @@ from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
-    left_out_columns,
+    list_omitted_columns,
     ranges_of,
     require_columns,
     square,
@@ -59,17 +61,17 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""Smallest standard deviation at which a column counts as varying, relative to its agreed range. In a constant column,
-rounding leaves a smaller deviation."""
+"""Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column. The
+standard deviation of a constant column is smaller than this, even with rounding errors."""
 MAX_EXPONENT = 700.0
-"""Exponent from which on a bound exceeds the range of float64."""
+"""Maximum exponent for which a bound is within the range of float64."""
 
 
 class Cox(Penalized):
-    """Cox regression over the rows of all clients, by sums.
+    """Cox regression over the rows of all clients, computed from sums.
 
-    With a width, times are counted in agreed bins. With ``stratify``, each client has a separate baseline hazard. With
-    neither option, clients publish their event times, which a plain agreement allows but masks do not.
+    With a width, times are assigned to agreed bins. With ``stratify``, each client has a baseline hazard of its own.
+    With neither option, clients publish their event times, which is allowed without masking but not with it.
     """
 
     kind: ClassVar[str] = "cox"
@@ -199,7 +201,7 @@ class Cox(Penalized):
         crossed = paths if self.strength == "cv" else None
         fit = fit_of_sums(total, agreed, names, len(terms.sizes), crossed)
         table = cox_table(fit, names, agreed)
-        return table.append_column("merged", pa.array([left_out_columns(terms)] * len(table))), None
+        return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), None
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
@@ -276,7 +278,7 @@ class Cox(Penalized):
                 paths = tensor(*fold_sums(vectors.likelihood_of, betas, fold))
             return paths if bool(paths.isfinite().all()) else None
         try:
-            vector = vectors.at(values["beta"], values.get("metric")).view(np.int64)
+            vector = vectors.encode(values["beta"], values.get("metric")).view(np.int64)
         except DataError:  # a sum that has no room: Newton's step is too long
             return None
         return tensor(vector[:-VECTOR_COUNTS] * agreed.step, vector[-VECTOR_COUNTS:].astype(float))
@@ -308,7 +310,7 @@ class Cox(Penalized):
         return merged_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
-        """Return the fit of all rows at their exact times."""
+        """Return the fit of all rows with their exact times."""
         low, high = ranges_of(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
@@ -341,7 +343,7 @@ class Cox(Penalized):
 
         none = np.zeros((len(names), len(names))) if self.penalty == "firth" else None
 
-        def at(beta: Floats) -> Likelihood:
+        def evaluate(beta: Floats) -> Likelihood:
             sums = sums_at(beta, none)
             if sums is None:
                 return impossible(len(beta))
@@ -351,13 +353,13 @@ class Cox(Penalized):
             sums = sums_at(beta, inverse)
             return None if sums is None else firth_slope(sums, self.ties, inverse)
 
-        penalized = jeffreys(at, slope) if self.penalty == "firth" else at
+        penalized = jeffreys(evaluate, slope) if self.penalty == "firth" else evaluate
         if isinstance(self.strength, float):
-            penalized = ridged(at, rows * self.strength * np.ones(len(names)))
+            penalized = ridged(evaluate, rows * self.strength * np.ones(len(names)))
         beta, here = newton(penalized, names, penalty=self.penalty)
         unit = spread * (high - low) / 2
         se = np.sqrt(np.linalg.inv(here.information).diagonal())
-        value = here.value if self.penalty == "none" else at(beta).value
+        value = here.value if self.penalty == "none" else evaluate(beta).value
         ridge = Ridge(self.strength) if isinstance(self.strength, float) else None
         fit = CoxFit(beta / unit, se / unit, value, int(events), int(rows), ridge)
         everyone = int(terms.sizes.sum())
@@ -365,7 +367,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Return the sums that an answer to "risk" or "tilted-risk" contains."""
+    """Return the sums that are contained in the total of answers to "risk" or "tilted-risk"."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
@@ -379,13 +381,16 @@ def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
 
 
 def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
-    """Return the bounds of numbers of either sign."""
+    """Return the bounds of numbers that may be positive or negative."""
     ends = torch.full((numbers,), float(most), dtype=torch.float64)
     return Bounds.between(-ends, ends, step)
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """Return a row for each column of the regression, with the number of rows in the fit and the lost events."""
+    """Return a table with a row for each column of the regression.
+
+    The table includes the numbers of rows and of lost events.
+    """
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,

@@ -1,7 +1,7 @@
-"""Import the private parts of Flower in this module only, so that nothing else changes if a release moves them.
+"""Imports of Flower's private parts, all in this module, so that nothing else changes if a release moves them.
 
-Every name is imported when it is first used: Flower starts a process for each message to a site, and Flower apps need
-only a few names, the only ones that older releases provide.
+Every name is imported when it is first used, because Flower starts a process for each message to a site. Flower apps
+need only a few of the names, and older releases provide only these.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if not TYPE_CHECKING:
 
 
 def encode_records(records: RecordDict) -> bytes:
-    """Return records, encoded as the bytes in which Flower sends them."""
+    """Encode records as the bytes in which Flower sends them."""
     from flwr.common.serde import recorddict_to_proto
 
     message: bytes = recorddict_to_proto(records).SerializeToString()
@@ -56,7 +56,7 @@ def encode_records(records: RecordDict) -> bytes:
 
 
 def decode_records(message: bytes) -> RecordDict:
-    """Return the records encoded by `encode_records`."""
+    """Decode records that `encode_records` has encoded."""
     from flwr.common.serde import recorddict_from_proto
     from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
@@ -71,7 +71,7 @@ def task_program() -> ModuleType:
 
 
 def set_message_id(message: Message, id_: str) -> None:
-    """Give a message the number by which Flower knows it."""
+    """Set the ID by which Flower identifies a message."""
     message.metadata.__dict__["_message_id"] = id_
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
+from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.member import SessionMember
@@ -111,3 +112,22 @@ class Steps:
     def reveal(self, c: int, survivors: Collection[int], signers: Collection[int] | None = None) -> bytes:
         message = self.agreed(survivors, survivors if signers is None else signers)
         return self.sites[c].reveal(1, self.nonce, message)
+
+
+def sum_honestly(
+    rogue: RogueServer,
+    t: int,
+    download: bytes | None,
+    *models: bytes,
+    clients: Collection[int] | None = None,
+    **more: Any,
+) -> RogueSession:
+    """Ask for all steps as an honest server does, and return the session."""
+    clients = range(len(rogue.sites)) if clients is None else clients
+    more |= {} if download is not None else {"scored": t, "common": True}
+    session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
+    for c in clients:
+        session.vector(c, terms, download, *models)
+    for c in clients:
+        session.open(c)
+    return session

@@ -14,7 +14,7 @@ from flwr.app import Message
 from fedloom.errors import Stop
 from fedloom_sites.deploy.secure import integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.opened import ANALYSES, read_checked
+from fedloom_sites.deploy.secure.opened import ANALYSES_ENTRY, read_checked
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, MOST_STEPS
 from fedloom_sites.deploy.settings import Server
 from tests.deploy.scene import FIRST, Scene, changed, signing_key_of
@@ -59,6 +59,19 @@ def sealed_anew(make: Callable[[bytes], bytes]) -> Edit:
             body = make(sealed[:-64])
             made[to] = body + signing_key_of(client).sign(shares._share_header(session, client, to, body))
         return secure.join_parts(made)
+
+    return edit
+
+
+def advertised_anew(field: str) -> Edit:
+    """Keys of which one is a point of small order, with which no site has a common secret, signed as they should be."""
+
+    def edit(here: Scene, client: int, data: bytes) -> bytes:
+        [file] = here.sites[client].state.rglob("session.json")
+        [advert] = secure.read_adverts(data)
+        forged, name = advert._replace(**{field: bytes(32)}), bytes.fromhex((read_checked(file) or {})["name"])
+        signature = signing_key_of(client).sign(secure._advertised(name, forged))
+        return secure.write_adverts([forged._replace(signature=signature)])
 
     return edit
 
@@ -150,7 +163,7 @@ def test_a_damaged_list_of_opened_sums_opens_no_old_round(tmp_path: Path) -> Non
         known = read_checked(file)
         assert known is not None
         [experiment] = known["experiments"].values()
-        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, ANALYSES: MOST_STEPS}
+        assert experiment["forgotten"] == {"uploads": 2, "scores": 2, ANALYSES_ENTRY: MOST_STEPS}
         assert [*experiment["opened"]["uploads"]] == ["3", "4"]
         assert known["sites"]["lost"]
 
@@ -164,6 +177,11 @@ BAD: dict[str, tuple[str, Edit, str]] = {
     "a sealed share with one wrong bit": (
         "shares",
         sealed_anew(lambda body: body[:50] + bytes([body[50] ^ 1]) + body[51:]),
+        "do not decrypt",
+    ),
+    "a sealed share for a one-time key that gives no common secret": (
+        "shares",
+        sealed_anew(lambda body: bytes(32) + body[32:]),
         "do not decrypt",
     ),
     "an accusation of a share that decrypts": (
@@ -205,6 +223,8 @@ UNSIGNED: dict[str, tuple[str, Edit]] = {
     "a sealed share that it did not sign": ("shares", flip(4 + 60)),
     "no share for a site": ("shares", lambda _here, _client, data: data[4 + shares.SEALED_SHARE_BYTES :]),
     "keys that it did not sign": ("keys", flip(10)),
+    "a sealing key that gives no common secret": ("keys", advertised_anew("sealing")),
+    "a masking key that gives no common secret": ("keys", advertised_anew("masking")),
     "a vector behind another signature": ("masked", flip(3)),
     "nothing": ("masked", lambda _here, _client, _data: b""),
     "an accusation of nobody": ("masked", lambda _here, _client, _data: ACCUSATION_PREFIX),

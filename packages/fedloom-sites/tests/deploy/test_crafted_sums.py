@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.partitions import Iid
-from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession, sum_honestly
+from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.rehearsal.samples import (
     change_of,
     count_read,
@@ -22,7 +22,7 @@ from fedloom_sites.deploy.rehearsal.samples import (
     training_rows,
 )
 from fedloom_sites.deploy.secure.vectors import UploadVector
-from tests.deploy.sessions import secured
+from tests.deploy.sessions import secured, sum_honestly
 from tests.deploy.test_dishonest import Rogue
 
 pytestmark = pytest.mark.attack("also for scores. A dishonest server")

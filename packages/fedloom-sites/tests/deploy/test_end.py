@@ -255,7 +255,7 @@ def test_a_line_that_a_crash_cut_short_takes_no_later_one_with_it(tmp_path: Path
     assert [line["round"] for line in log.lines()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("change", ["edited", "removed", "put in", "moved", "cut at the end"])
+@pytest.mark.parametrize("change", ["edited", "removed", "put in", "moved", "cut at the end", "emptied"])
 def test_a_log_that_was_changed_is_found(change: str, tmp_path: Path) -> None:
     """Not where lines are missing at the end: the digest of the last line shows that, if it was noted."""
     log, path = Audit(tmp_path / "audit.jsonl"), tmp_path / "audit.jsonl"
@@ -273,12 +273,13 @@ def test_a_log_that_was_changed_is_found(change: str, tmp_path: Path) -> None:
         "put in": [*lines[:2], lines[1], *lines[2:]],
         "moved": [lines[1], lines[0], *lines[2:]],
         "cut at the end": lines[:-1],
+        "emptied": [],
     }[change]
     path.write_bytes(b"".join(line + b"\n" for line in changed))
     if change == "cut at the end":
         assert verify_log(path) != end
         return
-    with pytest.raises(RunDirError, match=r"audit\.jsonl: line [123] does not match the line before"):
+    with pytest.raises(RunDirError, match=r"audit\.jsonl(: line [123] does not match the line before| is empty)"):
         verify_log(path)
 
 

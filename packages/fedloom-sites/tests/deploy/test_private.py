@@ -385,7 +385,7 @@ def test_a_sites_limit_is_one_of_its_data_over_experiments(tmp_path: Path) -> No
     later.release(1, samples="another")
     for t in (2, 3):
         later.release(t)
-    with pytest.raises(Refused, match="with 1 other experiments on these data, this release would raise epsilon"):
+    with pytest.raises(Refused, match="with 1 other experiment on these data, this release would raise epsilon"):
         later.release(4)
     assert len(lines(tmp_path / "second")) == 3
     book("third", tmp_path / "data-lung").release(1)
@@ -393,7 +393,7 @@ def test_a_sites_limit_is_one_of_its_data_over_experiments(tmp_path: Path) -> No
     (tmp_path / "moved" / "ledger.jsonl").write_bytes((tmp_path / "first" / "ledger.jsonl").read_bytes())
     before = read_checked(memory / "epsilon.json")
     assert before is not None
-    with pytest.raises(Refused, match="with 1 other experiments"):
+    with pytest.raises(Refused, match="with 1 other experiment"):
         book("moved").release(3)
     after = read_checked(memory / "epsilon.json")
     assert after is not None

@@ -21,12 +21,13 @@ from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
 from fedloom_sites.deploy.rehearsal import copies, messages, samples, sums
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome
-from fedloom_sites.deploy.rehearsal.rehearse import ATTACKS, rehearse
+from fedloom_sites.deploy.rehearsal.rehearse import REHEARSED_ATTACKS, rehearse
 from fedloom_sites.deploy.secure import member
 from fedloom_sites.deploy.secure import site as secure_site
 from fedloom_sites.deploy.secure.changes import Changes
 from fedloom_sites.deploy.secure.opened import OpenedSums
-from fedloom_sites.deploy.settings import Site, text_of
+from fedloom_sites.deploy.setting_files import text_of
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.asked import AskedModels
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger
@@ -48,7 +49,7 @@ MLP = {"model": {"kind": "mlp", "hidden": [40]}}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
-    monkeypatch.setattr(samples, "QUESTIONS", 12)
+    monkeypatch.setattr(samples, "QUESTION_COUNT", 12)
     monkeypatch.setattr(messages, "BOMB_BYTES", 1 << 28)
 
 
@@ -66,7 +67,7 @@ def test_a_site_that_is_whole_has_no_open_row_and_is_not_changed(tmp_path: Path)
     site = here.sites[1]
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     rows = {row.attack: row.outcome for row in rehearse(site)}
-    assert [*rows] == [name for name, _ in ATTACKS]
+    assert [*rows] == [name for name, _ in REHEARSED_ATTACKS]
     assert {name for name, outcome in rows.items() if outcome.verdict == "OPEN"} == set()
     stopped = {name for name, outcome in rows.items() if outcome.verdict == "stopped"}
     assert stopped >= {name for name, _ in sums.SUM_ATTACKS} - {"honest round (control)", "neighboring sums"}
@@ -188,7 +189,7 @@ def test_an_attack_that_fails_is_no_success(tmp_path: Path, monkeypatch: pytest.
     def failing(_: RehearsedSite) -> AttackOutcome:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setitem(rehearse.__globals__, "ATTACKS", [("broken", failing)])
+    monkeypatch.setitem(rehearse.__globals__, "REHEARSED_ATTACKS", [("broken", failing)])
     [row] = rehearse(masked(tmp_path).sites[0])
     assert row.outcome.verdict == "OPEN"
     assert "a bug" in row.outcome.rule
@@ -198,7 +199,7 @@ def test_the_command(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Exit code 1 and the names of open rows; 0 without any. `--json` has all columns."""
     folder = ready / "sites" / "site-1"
     tried = [("single upload", samples.read_single_upload)]
-    monkeypatch.setitem(rehearse.__globals__, "ATTACKS", tried)
+    monkeypatch.setitem(rehearse.__globals__, "REHEARSED_ATTACKS", tried)
     result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder), "--json"])
     assert result.exit_code == 1, result.output
     shown = json.loads(result.stdout)

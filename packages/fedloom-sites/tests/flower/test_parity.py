@@ -278,4 +278,4 @@ def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) ->
     with pytest.raises(
         Refused, match="an upload can have only one transform. Leave the strategy's upload_transform Sign out"
     ):
-        local.with_floor(setting)
+        local.add_noise_floor(setting)

@@ -1,4 +1,4 @@
-"""Cache for the rows of a listing in the user's cache folder, so that only changed rows are estimated again."""
+"""Cache for the rows of listings. The rows are estimated again only if something has changed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ import fedloom
 from fedloom import cache
 
 LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
-"""Code that produces a listing."""
+"""Folders with the code that produces a listing."""
 
 
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
-    """Return the cached rows of a listing.
+    """Return the rows of a listing from the cache.
 
-    If the code, the files or the question have changed, compute and cache the rows again.
+    The rows are computed and cached again if the code, the files or the question have changed.
 
     Args:
         name: name of the listing.
         question: question that the rows answer. It is compared as text.
         rows: function that computes the rows, which consist of values that JSON supports.
-        places: files and folders that the rows depend on, in addition to the code and the data folder of the
-            environment.
+        places: folders of records and data that the rows depend on, in addition to the code and the data folder of the
+            environment. Only the files in a folder and in its subfolders matter, so that a large folder is not walked.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
-    read = [place for place in (*LISTED_FOLDERS, data, *places) if place is not None]
-    key = f"{question!r} {platform.node()} {[str(place) for place in read]} {cache.fingerprint(read)}"
+    read = [place for place in (data, *places) if place is not None]
+    files = (file for place in read for pattern in ("*", "*/*") for file in sorted(place.glob(pattern)))
+    state = cache.fingerprint((*LISTED_FOLDERS, *(file for file in files if file.is_file())))
+    key = f"{question!r} {platform.node()} {[str(place) for place in read]} {state}"
     text = cache.find(f"{name}.json", key)
     if text is None:
         text = json.dumps(list(rows()))

@@ -191,14 +191,14 @@ def test_a_method_that_has_no_result_within_the_work_of_fedavg_has_no_figure_of_
     one = cells[setup.name, "fedavg-ft"]  # its fine-tuning before the first round costs more than all rounds of FedAvg
     costly = {seed: series._replace(gradients=[900.0, 1300.0, 1700.0]) for seed, series in one.seeds.items()}
     cells[setup.name, "fedavg-ft"] = replace(one, seeds=costly)
-    standing = judge(setup, cells).of("fedavg-ft")
+    standing = judge(setup, cells).find("fedavg-ft")
     assert standing is not None
     assert math.isnan(standing.figures["mean_at_fedavg_work"].mean)
     assert "nan" not in dict(pages({"iid": setup}, cells))["iid.md"]
 
 
 def test_figures_of_a_method_by_their_definitions() -> None:
-    found = judged(local=[0.5] * 5, fedavg=[0.8] * 5, ditto=[0.6, 0.7, 0.6, 0.7, 0.6]).of("ditto")
+    found = judged(local=[0.5] * 5, fedavg=[0.8] * 5, ditto=[0.6, 0.7, 0.6, 0.7, 0.6]).find("ditto")
     assert found is not None
     figures = {name: estimate.by_seed[1] for name, estimate in found.figures.items()}
     clients = 0.7 + np.array([-0.02, -0.01, 0.01, 0.02])
@@ -218,7 +218,7 @@ def test_a_method_of_more_gradients_is_also_read_at_those_of_fedavg() -> None:
     costly = record(setup, "ditto", [0.8] * 5)
     costly = replace(costly, seeds={s: one._replace(gradients=[0.0, 800.0, 1600.0]) for s, one in costly.seeds.items()})
     known = {("iid", "ditto"): costly, **{("iid", m): record(setup, m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}}
-    found = judge(setup, known).of("ditto")
+    found = judge(setup, known).find("ditto")
     assert found is not None
     assert found.figures["mean_at_fedavg_work"].mean == pytest.approx(0.72)
     assert found.figures["mean"].mean == pytest.approx(0.8)
@@ -247,12 +247,12 @@ def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> Non
     ditto = record(setup, "ditto", [0.8, 0.82, 0.81, 0.8, 0.83])
     for again, confirmed in (({}, None), (ditto.seeds, True)):
         both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
-        found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).of("ditto")
+        found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).find("ditto")
         assert found is not None
         assert (found.better, found.confirmed) == (True, confirmed)
     other = record(setup, "ditto", [0.5, 0.49, 0.52, 0.53, 0.48]).seeds
     both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
-    found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).of("ditto")
+    found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).find("ditto")
     assert found is not None
     assert found.confirmed is False
 
@@ -321,9 +321,12 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     assert second.startswith(
         "Of the 2 other methods, 1 is better than the baseline, no method is worse, and 1 is inconclusive."
     )
-    assert "The better method is ditto +10.0" in second
+    assert "The method that does better is ditto +10.0" in second
     assert third.startswith("The method with the best mean is ditto")
-    assert f"At this spread, {found.needed} seeds are needed to detect 3 points, and 5 were run" in fourth
+    assert (
+        f"With this spread, {found.needed} seeds are needed to detect a difference of 3 points, and 5 were run"
+        in fourth
+    )
 
 
 def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
@@ -333,7 +336,7 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     found = judged(**wild)
     assert (recommended(found), found.decides) == (None, False)
     (row,) = [line for line in advice([found], {}) if "iid" in line]
-    needed = f"{found.needed} seeds are needed to detect 3 points"
+    needed = f"{found.needed} seeds are needed to detect a difference of 3 points"
     assert row == f"| [IID clients](map/iid.md) | inconclusive | {needed} | - | - | - |"
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
     assert other.needed > found.needed  # of the spread
@@ -412,7 +415,9 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
     assert f"The method with the best mean is {fresh.top} ({100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"gains over seeds is ([\d.]+) points. At this spread, (\*?)(\d+) seeds are needed to detect 3 points", text
+        r"gains over seeds is ([\d.]+) points. With this spread, "
+        r"(\*?)(\d+) seeds are needed to detect a difference of 3 points",
+        text,
     )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
@@ -454,7 +459,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         fresh = Recomputed(own)
         assert method == fresh.advised
         if method == "inconclusive":
-            assert gain.startswith(f"{fresh.judged.needed} seeds are needed to detect 3 points")
+            assert gain.startswith(f"{fresh.judged.needed} seeds are needed to detect a difference of 3 points")
             assert (f". {fresh.reference} is better than " in gain) == (fresh.judged.verdicts[fresh.mark] == "worse")
             assert [*means, cost] == ["-"] * 3
             largest.append(-math.inf)
@@ -531,7 +536,7 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
 
 def test_the_page_names_model_rounds_and_trials() -> None:
     text = dict(pages({"femnist": FULL["femnist"]}, {}))[""]
-    assert "cnn (channels [4, 8], hidden [64]), 40 rounds, not tuned" in text
+    assert "cnn (channels [4, 8], hidden [64]), 40 rounds, default settings without tuning" in text
     assert "mlp (hidden [64]), 40 rounds, 8 trials per method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
@@ -540,7 +545,7 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
     without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
     assert without.startswith("The method with the best mean is fedavg")
     assert with_mark.startswith(without)
-    assert with_mark.endswith("One model on the pooled data scores 90.0 ± 0.0 %.")
+    assert with_mark.endswith("A single model that is trained on the pooled data scores 90.0 ± 0.0 %.")
 
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
@@ -632,7 +637,7 @@ def test_no_run_of_the_repository_at_equal_gradients_is_far_from_those_of_fedavg
                 assert series.rounds[-1] == 1
                 dearer.add(method)
     page = (ROOT / "docs" / "map.md").read_text()
-    (stated,) = re.findall(r"Every run lasts at least one round, so it takes more gradients with (.*?)\. ", page)
+    (stated,) = re.findall(r"A run lasts at least one round, so some methods exceed the budget: (.*?)\. ", page)
     assert {*re.findall(r"(\S+) \([\d.]+ times\)", stated)} == dearer
 
 
@@ -820,7 +825,7 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
     page = dict(pages({"hospitals": setup}, records, beside))["hospitals.md"]
-    assert "best model of a client alone is random forest, per client." in page
+    assert "best model that a client can train alone is random forest, per client." in page
     assert "| fedavg | 71.2 ± 1.6 | +9.2 ± 1.6 |" in page
     assert "| local | 50.8 ± 1.0 | -11.2 ± 1.0 |" in page
     assert "Reference models" not in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]

@@ -57,7 +57,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", [n for n in ALL if any("choose" in m for m in ALL[n].document["method"])])
 def test_a_search_has_the_recipes_grids_and_equal_trials_for_all_methods(name: str) -> None:
     for scale in RECIPE_SCALES:
-        for document in ALL[name].at(scale).values():
+        for document in ALL[name].make_documents(scale).values():
             if not open_methods(document, {}):
                 continue
             search = experiment(search_of(document), name)
@@ -79,7 +79,7 @@ def test_a_grid_is_not_that_of_a_method_called_as_its_algorithm() -> None:
 
 
 def test_an_estimate_counts_the_rounds_of_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = recipe("equitable-table2-mnist").at("full")["MNIST"]
+    document = recipe("equitable-table2-mnist").make_documents("full")["MNIST"]
     rounds = {label_of(m): rounds_of(document, m) for m in document["method"]}
     assert rounds.pop("centralized") == 100  # of its own
     assert set(rounds.values()) == {25}
@@ -96,7 +96,7 @@ def test_an_estimate_counts_the_rounds_of_every_trial(monkeypatch: pytest.Monkey
 
 def test_the_choice_is_the_best_score_of_plain_runs(whole: Any) -> None:
     out, done = whole
-    for variant, document in grid().at("full", [3]).items():
+    for variant, document in grid().make_documents("full", [3]).items():
         assert list(done.choices[variant]) == ["fedavg", "ditto"]
         for method in open_methods(document, {}):
             choice = done.choices[variant][label_of(method)]
@@ -231,7 +231,9 @@ def test_workers_choose_the_same(whole: Any, tmp_path: Path) -> None:
 def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int, side: int) -> None:
     grid = [0.01 * 3**k for k in range(5)]
     place = (0, best % 3 + 1, 4)[side]
-    document = tiny().at("full")["few"] | {"method": [{"algorithm": "fedavg", "choose": {"local.lr": grid}}]}
+    document = tiny().make_documents("full")["few"] | {
+        "method": [{"algorithm": "fedavg", "choose": {"local.lr": grid}}]
+    }
     scores = {f"local.lr = {v}": float(k == place) for k, v in enumerate(grid)}
     known = {"fedavg": {"chosen": list(scores)[place], "scores": scores}}
     found = [method for further in extensions(document, known) for method in further["method"]]
@@ -245,7 +247,9 @@ def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int
 
 
 def test_no_grid_goes_on_where_the_method_may_not() -> None:
-    document = tiny().at("full")["few"] | {"method": [{"algorithm": "apfl", "choose": {"alpha": [0.25, 0.5, 1.0]}}]}
+    document = tiny().make_documents("full")["few"] | {
+        "method": [{"algorithm": "apfl", "choose": {"alpha": [0.25, 0.5, 1.0]}}]
+    }
     known = {"apfl": {"chosen": "alpha = 1.0", "scores": {f"alpha = {a}": a for a in (0.25, 0.5, 1.0)}}}
     assert extensions(document, known) == []
 

@@ -26,7 +26,7 @@ KEYS = {"lr": [0.009, 0.03], "tau": [0.5, 1.0], "beta": [0.1, 1.0, 10.0]}
 @pytest.mark.parametrize("best", list(itertools.product(*KEYS.values())))
 def test_every_key_at_its_edge_goes_on_and_nothing_is_tried_twice(best: tuple[float, ...]) -> None:
     method = {"algorithm": "fiaelt", "solver": "svrg", "choose": KEYS}
-    document = tiny().at("full")["few"] | {"method": [method], "choose": {"extend": 2, "edges": "every"}}
+    document = tiny().make_documents("full")["few"] | {"method": [method], "choose": {"extend": 2, "edges": "every"}}
     texts = {
         text: float(values == best)
         for values, (text, _) in zip(itertools.product(*KEYS.values()), candidates(method), strict=True)
@@ -98,7 +98,7 @@ def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
     assert done is not None
     if done.protocol != ALL[name].protocol("laptop"):
         pytest.skip("the recipe has changed since it was run")
-    for variant, document in ALL[name].at("laptop").items():
+    for variant, document in ALL[name].make_documents("laptop").items():
         for label, kept in done.choices[variant].items():
             own = tried([m for m in document["method"] if label_of(m) == label])
             for _ in range(document["choose"]["extend"]):
@@ -124,7 +124,7 @@ BINARY = {"flamby-heart-fair"}
 @pytest.mark.parametrize("name", [n for n in ALL if any("choose" in m for m in ALL[n].document["method"])])
 def test_settings_are_chosen_by_what_the_recipe_judges_and_every_edge_goes_on(name: str) -> None:
     weighted = ALL[name].paper.figure.endswith("/weighted")
-    metrics = {document.get("choose", {}).get("metric") for document in ALL[name].at("laptop").values()}
+    metrics = {document.get("choose", {}).get("metric") for document in ALL[name].make_documents("laptop").values()}
     judged = ALL[name].paper.figure if (weighted and name not in UNWEIGHTED) or name in BINARY else None
     assert metrics == {judged}
     choose = ALL[name].document.get("choose", {})
@@ -138,7 +138,7 @@ FAIR = [name for name in ALL if ALL[name].paper.mode == "fair"]
 def test_in_a_fair_recipe_every_method_searches_its_own_options_in_spaces_of_equal_size(name: str) -> None:
     """Its own: what `fedloom tune` searches for it; what is left out is said with its reason."""
     spaces = tomllib.loads(files("fedloom.lab.tune").joinpath("spaces.toml").read_text())
-    for document in ALL[name].at("full").values():
+    for document in ALL[name].make_documents("full").values():
         sizes = {len(candidates(method)) for method in document["method"]}
         assert len(sizes) == 1, sizes
         assert sizes.pop() > 1
@@ -171,6 +171,6 @@ def test_sending_less_is_judged_only_where_thresholds_add_up_to_the_protocols(na
     one = ALL[name]
     if not any("sends less than" in claim.text or "less communication" in claim.text for claim in one.paper.claims):
         return
-    for document in one.at("laptop" if one.budget("laptop") else "full").values():
+    for document in one.make_documents("laptop" if one.budget("laptop") else "full").values():
         for method in (m for m in document["method"] if label_of(m) == "fedslr"):
             assert document["rounds"] * method["lam"] == pytest.approx(0.1, rel=0.01)

@@ -34,6 +34,9 @@ def test_rows_are_made_anew_when_what_they_depend_on_changes(tmp_path: Path, mon
     (data / "mnist" / "train").write_bytes(b"0")
     assert ask() == ask() == [["a", 4]]
     assert ask("smoke") == [["a", 5]]
+    (records / "runs" / "deep").mkdir(parents=True)
+    (records / "runs" / "deep" / "metrics").write_text("")  # no folder is walked to its end
+    assert ask("smoke") == [["a", 5]]
     monkeypatch.setattr(cache, "fingerprint", lambda _places: "another version")
     assert ask() == [["a", 6]]
 

@@ -169,7 +169,7 @@ def test_the_first_table_is_exact_in_most_cells_and_takes_two_minutes() -> None:
 
 
 def test_every_count_and_verdict_of_the_page_is_that_of_its_records() -> None:
-    text = dict(page.pages(recipes(), RESULTS))[""]
+    text = dict(page.render_pages(recipes(), RESULTS))[""]
     for recipe in PUBLISHED:
         words = [*words_of(recipe, last(recipe, RESULTS)).values()]
         for word in CellWord:

@@ -72,7 +72,7 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
     )
     assert "verdict |\n|---|---|---|---|---|---|\n" in recipe_page(tiny(), done)
     unknown = recipe_page(tiny(), replace(done, samples={}))
-    assert "The record does not contain the size of the data, so no cell is compared." in unknown
+    assert "The record does not contain the size of the data, so no value is compared." in unknown
     assert not tiny().as_the_paper("full", {"digits": 1796})
 
 
@@ -81,7 +81,7 @@ def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, m
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     write_pages(Path("docs/papers.md"), PAPERS_FOLDER, pages(recipes(), ROOT / CHECKOUT_FOLDER))
-    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.pages(recipes(), ROOT / CHECKOUT_FOLDER))
+    write_pages(Path("docs/others.md"), PAPERS_FOLDER, others.render_pages(recipes(), ROOT / CHECKOUT_FOLDER))
     fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
     kept = (ROOT / "studies" / "pages" / PAPERS_FOLDER).iterdir()
     assert fresh == {Path("docs/papers.md"), Path("docs/others.md"), *(file.relative_to(ROOT) for file in kept)}
@@ -111,6 +111,9 @@ def test_a_page_elsewhere_has_its_appendices_beside_it(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text() == contents[0][1]
     assert (tmp_path / "all" / "a.md").read_text() == contents[1][1]
     assert (tmp_path / "all" / "b.svg").read_bytes() == b"<svg/>"
+    (tmp_path / "other.md").write_text("= mine")
+    with pytest.raises(ConfigError, match=r"is not a page that this command wrote that fedloom wrote\. Choose another"):
+        write_pages(tmp_path / "other.md", "all", contents)
 
 
 def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
@@ -135,7 +138,7 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
                 assert Reference.create(text, "accuracy").method in {
                     label_of(m) for m in known[name].document["method"]
                 }
-    of_papers = papers.of_papers(known)
+    of_papers = papers.select_papers(known)
     assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in of_papers.values()}
     assert len(of_papers) < len(known)
     for one in known.values():
@@ -199,7 +202,9 @@ def test_no_sentence_on_why_types_a_number() -> None:
 def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
     text = generated()
     for sheet, part in zip(sheets(), text.split("\n## ")[1:], strict=False):
-        (line,) = [line for line in part.splitlines() if line.startswith("**Open objections of the authors.**")]
+        (line,) = [
+            line for line in part.splitlines() if line.startswith("**Objections that the authors might raise.**")
+        ]
         (count, asked) = map(int, re.findall(r"(\d+) of the (\d+) verdicts (?:is|are) open\.$", line)[0])
         cells = re.findall(
             r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not covered\))", part.split("| claim |")[1].split("</div>")[0]
@@ -263,7 +268,7 @@ def test_a_stand_in_decides_no_headline_and_is_never_called_published(monkeypatc
     page = recipe_page(other, as_run(other))
     assert "This recipe is a stand-in: two convolutions replace ResNet-18. Its verdicts concern the stand-in" in page
     assert "holds" in page
-    for name, recipe in papers.of_papers(recipes()).items():
+    for name, recipe in papers.select_papers(recipes()).items():
         another = re.search(
             r"LeNet|instead of ResNet|network of one hidden|two convolutions", recipe.paper.reduced or ""
         )
@@ -297,10 +302,10 @@ def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.Monkey
 def test_what_more_seeds_may_decide_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
     level = numbers_of(list(as_run(one).numbers["few"]), [0.5, 0.7, 0.4, 0.6, 0.5], NEAR)
-    assert "may decide claims" not in only(monkeypatch, one, as_run(one))
+    assert "may settle claims" not in only(monkeypatch, one, as_run(one))
     text = only(monkeypatch, one, as_run(one, numbers=level))
-    assert "undecided or hold in part: [tiny](papers/tiny.md)." in text
-    assert "may decide claims" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
+    assert "undecided or hold only in part: [tiny](papers/tiny.md)." in text
+    assert "may settle claims" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
 
 
 def test_of_recipes_at_full_length_the_one_least_favourable_to_the_claim_counts(
@@ -339,7 +344,7 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
         assert f") {word} |" in first
         assert ") not tested (not covered) |" in first
         counted = f"{missing} {'is' if missing == 1 else 'are'} not tested (not run)"
-        assert f"Fair: {1 + missing} of {1 + missing} claims. Of these, 1 holds, {counted}." in text
+        assert f"Fair: {1 + missing} of {1 + missing} claims are covered. Of these, 1 holds, {counted}." in text
 
 
 def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,7 +532,7 @@ def test_a_recipe_that_judges_a_headline_claim_at_full_length_on_the_data_of_a_r
     known = recipes()
 
     def sources(name: str) -> set[str]:
-        return {document["data"]["source"] for document in known[name].at("full").values()}
+        return {document["data"]["source"] for document in known[name].make_documents("full").values()}
 
     left_out = []
     for sheet in sheets():
@@ -572,7 +577,7 @@ def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> N
     assert "The tables show FLAME-HM\nas in the paper, which chooses it on test data" in papers.RULES_FILE.read_text()
     columns = set[str]()
     for name, recipe in recipes().items():
-        chosen = [d for d in recipe.at("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
+        chosen = [d for d in recipe.make_documents("full").values() if d.get("evaluate", {}).get("select_on") == "test"]
         if chosen:
             paper = recipe.paper
             tested = [side for c in paper.claims if not c.construction for side in (c.subject, *c.than)]

@@ -15,7 +15,7 @@ from fedloom_studies.reproduce import TimeBudget, recipe, recipes, reproduce
 from fedloom_studies.reproduce.choices import candidates, chosen, first
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.figures import Reference
-from fedloom_studies.reproduce.papers import of_papers
+from fedloom_studies.reproduce.papers import select_papers
 from fedloom_studies.reproduce.recipe import NOMINAL_SETS, RECIPE_SCALES, make_recipe, merge_tables
 
 ALL = recipes()
@@ -26,7 +26,7 @@ FULL = {source: size.train + size.test for source, size in NOMINAL_SETS.items()}
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_is_an_experiment_at_every_scale(name: str) -> None:
     for scale in RECIPE_SCALES:
-        for document in ALL[name].at(scale).values():
+        for document in ALL[name].make_documents(scale).values():
             for k in range(max(len(candidates(m)) for m in document["method"])):
                 methods = [candidates(m)[min(k, len(candidates(m)) - 1)][1] for m in document["method"]]
                 rest = {key: v for key, v in document.items() if key != "choose"}
@@ -80,7 +80,7 @@ def test_every_data_set_of_flame_s_table_is_asked_as_published() -> None:
         document["data"]["source"]
         for one in ALL.values()
         if one.paper.mode == "published" and one.paper.title.startswith("FLAME, Table III")
-        for document in one.at("laptop").values()
+        for document in one.make_documents("laptop").values()
     }
     assert {"mnist", "fashion-mnist", "medical-mnist", "cifar-10"} <= asked
     claims = [claim for claim in ALL["flame-table3-mnist-published"].paper.claims if "Fig. 3" in claim.text]
@@ -110,7 +110,9 @@ def test_every_table_and_figure_of_the_papers_has_a_recipe() -> None:
         mine = [one.paper.title for one in ALL.values() if one.paper.title.startswith(paper)]
         for part in parts:
             assert any(re.search(rf"{re.escape(part)}\b", title) for title in mine), (paper, part)
-    assert all(title.split(",")[0] in wanted for title in (one.paper.title for one in of_papers(ALL).values())), titles
+    assert all(title.split(",")[0] in wanted for title in (one.paper.title for one in select_papers(ALL).values())), (
+        titles
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,24 +143,24 @@ def test_a_table_that_names_another_kind_takes_the_place_of_the_base() -> None:
 
 
 def test_variants_scales_seeds_and_only_change_the_experiment() -> None:
-    full, laptop = tiny().at("full"), tiny().at("laptop", only=["fedavg"])
+    full, laptop = tiny().make_documents("full"), tiny().make_documents("laptop", only=["fedavg"])
     assert full["few"]["method"][1]["rho"] == 0.5
     assert "rho" not in full["many"]["method"][1]
     assert full["many"]["partition"]["clients"] == 6
     assert laptop["few"]["seeds"] == [7]
     assert [label_of(m) for m in laptop["few"]["method"]] == ["fedavg"]
-    assert tiny().at("full", seeds=[9])["few"]["seeds"] == [9]
-    assert list(tiny().at("smoke")) == ["few"]
+    assert tiny().make_documents("full", seeds=[9])["few"]["seeds"] == [9]
+    assert list(tiny().make_documents("smoke")) == ["few"]
     assert tiny().as_the_paper("laptop", FULL)
     assert not tiny().as_the_paper("smoke", FULL)
 
 
 def test_what_a_recipe_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean 'fedavg'"):
-        tiny().at("full", only=["fedavgg"])
+        tiny().make_documents("full", only=["fedavgg"])
     with pytest.raises(ConfigError, match=r"did you mean 'flame-table3-mnist"):
         recipe("flame-table-3-mnist")
-    with pytest.raises(ConfigError, match="cells of 'few'.*1 values for 2 columns"):
+    with pytest.raises(ConfigError, match="cells of 'few'.*1 value for 2 columns"):
         make_recipe("tiny", merge_tables(TINY, {"paper": {"cells": {"few": [0.5]}}}))
     with pytest.raises(ConfigError, match="set higher or lower"):
         make_recipe("tiny", merge_tables(TINY, {"paper": {"claims": [{"text": "t", "than": ["flame: personal"]}]}}))
@@ -188,7 +190,7 @@ def test_candidates_are_a_grid_and_one_is_chosen_on_validation(tmp_path: Path) -
     for choices in done.choices.values():
         assert choices["fedavg"]["chosen"] == "local.lr = 0.5"
         assert choices["fedavg"]["scores"]["local.lr = 0.5"] > choices["fedavg"]["scores"]["local.lr = 0.0001"]
-    document = tiny().at("full")["few"]
+    document = tiny().make_documents("full")["few"]
     assert chosen(document, done.choices["few"])["method"][0]["local"]["lr"] == 0.5
     assert first(document)["method"][0]["local"]["lr"] == 0.0001
 
@@ -207,7 +209,7 @@ def test_a_budget_that_is_over_stops_the_run_which_goes_on_later(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_full_resnet_recipe_starts_steps_and_resumes(tmp_path: Path) -> None:
-    document = ALL["fedslr-table1"].at("full", only=["fedslr"])["C10 non-IID"]
+    document = ALL["fedslr-table1"].make_documents("full", only=["fedslr"])["C10 non-IID"]
     small = {
         "data": {"source": "npz", "path": str(_images(tmp_path))},
         "partition": {"kind": "iid", "clients": 4, "test_from": "own", "test": 0.3},

@@ -84,8 +84,8 @@ def test_rivals_come_from_the_record_of_the_same_experiment_alone() -> None:
     for name, one in lent.items():
         other = KNOWN[one.paper.rivals]
         for scale in ("laptop", "full"):
-            for variant, document in one.at(scale).items():
-                beside = other.at(scale)[variant]
+            for variant, document in one.make_documents(scale).items():
+                beside = other.make_documents(scale)[variant]
                 assert {k: v for k, v in document.items() if k not in ("method", "name", "choose")} == {
                     k: v for k, v in beside.items() if k not in ("method", "name", "choose")
                 }, name

@@ -46,7 +46,7 @@ def test_a_record_that_is_put_while_the_recorded_ones_are_copied_stays(
 def test_two_calls_of_a_recipe_keep_what_each_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variant in tiny().variants:
         (tmp_path / variant).mkdir()
-    first, second = (tiny().at("full", (), [method]) for method in ("flame", "fedavg"))
+    first, second = (tiny().make_documents("full", (), [method]) for method in ("flame", "fedavg"))
     read, threads = execute.read_document, list[Thread]()
 
     def read_document(*given: Any) -> dict[str, Any]:

@@ -35,9 +35,9 @@ def system() -> Any:
 def test_every_row_of_the_table_runs_after_equal_trials(system: Any) -> None:
     recipe = system.federation_recipes()["groups"]
     assert [*recipe.variants] == ["groups", "groups, sign flip", "groups, label poisoning"]
-    for document in recipe.at("full").values():
+    for document in recipe.make_documents("full").values():
         parse(first(document), "system")
-    for document in recipe.at("smoke").values():
+    for document in recipe.make_documents("smoke").values():
         experiment = parse(first(document), "system")
         fed = experiment.partition(experiment.source.read(None), 0)
         for method in experiment.methods:
@@ -233,7 +233,7 @@ def check_rules(system: Any, text: str, numbers: dict[str, dict[str, float]]) ->
 
 def test_the_rules_and_uploads_are_compared_method_by_method(system: Any) -> None:
     recipe, rng = system.rules_recipe(), np.random.default_rng(0)
-    (document,) = recipe.at("full").values()
+    (document,) = recipe.make_documents("full").values()
     parse(document, "rules")
     numbers = {}
     for k, method in enumerate(document["method"]):

@@ -25,7 +25,7 @@ PRINTED = {
 def test_the_gigabytes_of_the_papers_table_are_those_of_its_methods_messages() -> None:
     """1,000 rounds of ten clients, both ways, four bytes a parameter."""
     one = recipe("fedslr-table1")
-    document = one.at("full")["C10 non-IID"]
+    document = one.make_documents("full")["C10 non-IID"]
     exchanges = document["rounds"] * document["sampler"]["clients"]
     assert exchanges == 10_000
     plan = experiment(first(document), one.name)

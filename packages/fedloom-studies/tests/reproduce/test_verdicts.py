@@ -420,7 +420,7 @@ def test_a_file_of_a_recipe_that_is_damaged_is_named(content: bytes, tmp_path: P
     readers: dict[str, Callable[[], object]] = {
         summaries.SPENT_FILE: lambda: summaries.spent(tmp_path),
         summaries.ESTIMATES_FILE: lambda: summaries.needs(tmp_path),
-        CHOICE_FILE: lambda: read_choices(tmp_path, tiny().at("full")["few"]),
+        CHOICE_FILE: lambda: read_choices(tmp_path, tiny().make_documents("full")["few"]),
     }
     for name, reader in readers.items():
         (tmp_path / name).write_bytes(content)

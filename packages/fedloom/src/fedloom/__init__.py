@@ -1,4 +1,4 @@
-"""fedloom: federated learning for clients that differ.
+"""fedloom: federated learning for clients whose data differ.
 
 Every public name is imported on first use, so ``import fedloom`` is fast and does not load torch.
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from fedloom.rows import proxes as proxes
     from fedloom.trained.opened import open_model as open_model
 
-_RENAMED = {
+_RENAMED_NAMES = {
     "aggregate": "aggregators",
     "channel": "channels",
     "partition": "partitions",
@@ -66,6 +66,6 @@ _RENAMED = {
 
 __all__ = ["__version__", *lazy_names(__name__)]
 
-__getattr__ = getter(__name__, "methods are in fl.algorithms, models in fl.models", _RENAMED)
+__getattr__ = getter(__name__, "methods are in fl.algorithms, models in fl.models", _RENAMED_NAMES)
 
 __dir__ = lister(__name__)

@@ -1,4 +1,4 @@
-"""``python -m fedloom`` runs the command ``fedloom``."""
+"""Entry point of ``python -m fedloom``, which runs the command ``fedloom``."""
 
 from fedloom.lab.cli import main
 

@@ -1,4 +1,4 @@
-"""Cache of text that is expensive to compute, kept in the user's cache folder between calls."""
+"""Cache for text that is expensive to compute. The text is kept in the user's cache folder between calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def _folder() -> Path:
-    """Return FEDLOOM_CACHE, or the folder ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
+    """Return the cache folder: FEDLOOM_CACHE if it is set, else ``fedloom`` below XDG_CACHE_HOME or ``~/.cache``."""
     project_folder, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(project_folder) if project_folder else Path(shared or Path.home() / ".cache") / "fedloom"
 
@@ -50,10 +50,11 @@ def keep(name: str, key: str, text: str) -> None:
 
 
 def fingerprint(places: Iterable[Path]) -> str:
-    """Return a digest of the name, size and time of every file at some paths, and of the software versions.
+    """Return a digest of the software versions and of the name, size and modification time of every file at some paths.
 
     Args:
-        places: files, or folders, which stand for all files below them. A path that does not exist counts as empty.
+        places: paths of files or folders. A folder stands for all files below it. A path that does not exist is treated
+            as an empty folder.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:
@@ -67,7 +68,7 @@ def fingerprint(places: Iterable[Path]) -> str:
 
 
 def _files(folder: Path) -> Iterable[str]:
-    """Return the files below a folder in a fixed order, without Python's compiled files."""
+    """Return the files below a folder in a fixed order, except Python's bytecode files."""
     for name, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - {"__pycache__"})
         yield from (os.path.join(name, file) for file in sorted(files))

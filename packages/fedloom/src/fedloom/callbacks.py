@@ -1,16 +1,16 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any ``f(state)``. It must not change the state. If a callback returns a sentence, the run ends after this
-round, which is still evaluated. The sentence becomes `Result.detail`. A callback that raises
-`fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` becomes a warning and a note in the result:
-the run continues and calls the callback again after the next round.
+A callback is any function with the signature ``f(state)``. Callbacks must not change the state. If a callback returns a
+sentence, the run ends after this round, and the models of this round are still evaluated. The sentence is stored in
+`Result.detail`. A callback that raises `fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` that
+a callback raises becomes a warning and a note in the result: the run continues and calls the callback again after the
+next round.
 
-If a callback's decisions depend only on ``state.records``, they survive a restart, because every checkpoint contains
-the records of all rounds. A callback's internal memory does not survive. If a callback ended a run, the run counts as
-complete: running it again gives the same result.
+If a callback's decisions depend only on ``state.records``, a restart does not affect them, because every checkpoint
+contains the records of all rounds. Anything that a callback stores in itself is lost at a restart. If a callback ended
+a run, the run is regarded as complete: running it again gives the same result.
 
-    history = fl.callbacks.History()
-    fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
+    history = fl.callbacks.History() fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
     history.table()
 """
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 class VirtualTime(Value):
-    """Callback that ends a run when its clock exceeds a limit in seconds."""
+    """Callback that ends a run when the run's clock exceeds a limit in seconds."""
 
     seconds: float = Field(gt=0, description="limit on simulated time, for runs with devices")
 
     def __call__(self, state: State) -> str | None:
-        """Return the sentence that ends the run, or None."""
+        """Return the sentence that ends the run, or None to continue."""
         if state.clock is None or state.clock.now < self.seconds:
             return None
         return f"{state.clock.now:.6g} of {self.seconds:.6g} simulated seconds have passed"
 
 
 class History:
-    """Measurements of a run, collected while it runs.
+    """Callback that collects a run's measurements while the run is in progress.
 
-    After a restart, they include the measurements made before the restart.
+    After a restart, the measurements made before the restart are included.
 
     Args:
         show: function called with this history after every evaluation. In a notebook, use ``handle =
@@ -58,17 +58,17 @@ class History:
         self._show, self._records, self.round = show, Records(), 0
 
     def __call__(self, state: State) -> None:
-        """Record a round."""
+        """Record the measurements of a round."""
         self._records, self.round = state.records, state.round
         if self._show is not None and state.records.items and state.records.items[-1].round == state.round:
             self._show(self)
 
     def table(self) -> pa.Table:
-        """Return a tidy table, like `fedloom.engine.result.Result.table`."""
+        """Return the measurements as a tidy table, like `fedloom.engine.result.Result.table`."""
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of a metric by round (see `fedloom.lazy.display`)."""
+        """Return an Altair chart of one metric by round (see `fedloom.lazy.display`)."""
         chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 

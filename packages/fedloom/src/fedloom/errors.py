@@ -1,4 +1,6 @@
-"""Exceptions and stop reasons. Every message says what happened, where, which value was given, and what to do.
+"""Exceptions, and the reasons why a run ends.
+
+Every message says what happened, where, which value was given, and what to do.
 
 FedloomError
 ├── ConfigError (ValueError)      a value, key, name or combination that cannot work
@@ -13,6 +15,7 @@ FedloomError
 ├── CheckpointError               no checkpoint could be read, or none could be written
 │   └── DamagedCheckpoint         the saved state of one run is damaged. Other runs are not affected
 ├── CodeError                     code of a part failed, or gave an invalid result: part, round and cause are named
+│   ├── FunctionError             a user's loss or metric failed, or did not return a number
 │   └── ClientError               code of a client failed: round, client and stage are named
 ├── GivenUp                       a round of a deployment whose only effect is its privacy cost
 └── RunStopped                    a run that ended early, with its `Stop` reason
@@ -49,29 +52,30 @@ Entrance = Literal["python", "file", "command", "estimator", "flower"]
 
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
-_KEY = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
+_KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
-"""First words of messages that are ordinary words and not keys, options or code."""
+"""Pattern of an ordinary word with which a message may begin, as opposed to a key, an option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
-"""Keys of an experiment file that are outside tables."""
+"""Keys of an experiment file that do not belong to any table."""
 ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size": "batch_size"}
-"""Keys that are arguments of the scikit-learn estimators, by their position in an experiment file."""
+"""Dotted keys of an experiment file, mapped to the arguments of the scikit-learn estimators that set them."""
 ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
-"""Other estimator arguments that share their name with a key."""
-QUOTES = "'\""
+"""Other arguments of the estimators whose name is also a key of an experiment file."""
+QUOTE_CHARACTERS = "'\""
 COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 """Keys that can be set by a command-line flag as well as by ``--set``."""
 
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Phrase the errors raised in the block for an entry point, and yield True in the outermost block.
+    """Adapt the wording of errors raised in the block to an entry point, and yield True if no other block surrounds it.
 
-    The outermost entry point determines the wording, for example if `compare` calls `simulate`.
+    The outermost entry point determines the wording. For example, if `compare` calls `simulate`, errors are worded for
+    `compare`.
 
     Yields:
-        The value is True in the outermost block.
+        The yielded value is False in a nested block.
     """
     if _current.get() is not None:
         yield False
@@ -84,7 +88,7 @@ def entered(entrance: Entrance) -> Iterator[bool]:
 
 
 def worded(text: str) -> str:
-    """Return text in which keys in braces are written in the notation of the current entry point.
+    """Return text in which the keys in braces are written in the notation of the current entry point.
 
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'
@@ -92,17 +96,52 @@ def worded(text: str) -> str:
     ...     worded("set {local.momentum = 0}"), worded("leave {attack} out")
     ('set [local] momentum = 0', 'leave [attack] out')
     """
-    write = _WRITERS[_current.get() or "python"]
-    return _KEY.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
+    write = _KEY_WRITERS[_current.get() or "python"]
+    return _KEY_PATTERN.sub(lambda match: write(match["table"], match["key"], match["value"]), text)
 
 
 def capitalize(text: str) -> str:
-    """Return text as the beginning of a sentence: the first word is capitalized, unless it is a name or a key.
+    """Return text as the beginning of a sentence: the first word is capitalized unless it is a name or a key.
 
     >>> capitalize("set [local] lr"), capitalize("local.lr is too large"), capitalize("--out names a folder")
     ('Set [local] lr', 'local.lr is too large', '--out names a folder')
     """
     return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
+
+
+_COUNT_ADJECTIVES = (
+    "benign|different|empty|equal|evaluated|evaluation|fewer|finite|further|gradient|labeled|local|missing|more|new|"
+    "numeric|other|personal|scored|sending|short|summed|test|training|unusable|usable|used|validation"
+)
+_COUNT_NOUNS = (
+    "answer|attacker|batche|candidate|cell|channel|character|classe|client|cluster|column|core|epoch|error|event|"
+    "experiment|factor|failure|feature|figure|file|fold|gradient|group|hospital|image|interval|label|layer|level|line|"
+    "machine|message|method|model|name|network|node|number|output|parameter|part|partition|patient|point|position|"
+    "prediction|processe|question|record|residual|round|row|run|sample|score|second|seed|sentence|server|setting|shard|"
+    "share|site|step|stratum|subject|table|token|trial|unit|upload|value|visit|word|worker"
+)
+_ONE_THING = re.compile(
+    rf"(?<![\w.,'\"/^-])(?<!- )1 ((?:(?:{_COUNT_ADJECTIVES}) )*)(?:({_COUNT_NOUNS})s|(entr|categor)ies|(analys)es)\b"
+    r"( (?:are|have|were|do|need)\b)?"
+)
+_SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " does", " need": " needs"}
+
+
+def write_singular(text: str) -> str:
+    """Return a sentence in which nouns and verbs agree with the number 1.
+
+    >>> write_singular("1 clients have no test part, 1 training samples, 1 classes"), write_singular("21 rows")
+    ('1 client has no test part, 1 training sample, 1 class', '21 rows')
+    """
+
+    def write(match: re.Match[str]) -> str:
+        adjectives, noun, in_y, in_is, verb = match.groups(default="")
+        noun = noun.removesuffix("e") if noun in ("batche", "classe", "processe") else noun
+        noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
+        return f"1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
+
+    sentence = _ONE_THING.sub(write, text)
+    return Note.create(sentence, text.rule) if isinstance(text, Note) else sentence
 
 
 def _python(table: str, key: str | None, value: str | None) -> str:
@@ -131,7 +170,7 @@ def _command(table: str, key: str | None, value: str | None) -> str:
         return text
     if dotted in COMMAND_FLAGS:
         return f"{text} ({COMMAND_FLAGS[dotted]} {value})"
-    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTES)})"
+    return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTE_CHARACTERS)})"
 
 
 def _estimator(table: str, key: str | None, value: str | None) -> str:
@@ -158,16 +197,19 @@ def _flower(table: str, key: str | None, value: str | None) -> str:
 
 
 def _toml(value: str) -> str:
+    if value.startswith("{"):
+        options = ast.literal_eval(value).items()
+        return f"{{ {', '.join(f'{key!r} = {_toml(repr(option))}' for key, option in options)} }}"
     return {"True": "true", "False": "false"}.get(value, value)
 
 
 def _options(value: str) -> str:
-    """Return the lines of the table that a value, the name of a kind, or a dictionary represents."""
+    """Return the experiment-file lines of the table that describes a value, the name of a kind, or a dictionary."""
     options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
 
-_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
+_KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
     "python": _python,
     "file": _file,
     "command": _command,
@@ -179,14 +221,17 @@ _WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
 class FedloomError(Exception):
     """Base class of every error that fedloom raises on purpose."""
 
+    def __str__(self) -> str:
+        return write_singular(super().__str__())
+
 
 class ConfigError(FedloomError, ValueError):
     """A value, key or name that is not allowed.
 
     Args:
-        message: description of the fault, where it is, and the given value.
+        message: description of the problem, its location and the given value.
         rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same at every entry point and in
-            every release. It is empty for errors outside the checks before the first round.
+            every release. The id is empty for errors that are not raised by the checks before the first round.
         fix: advice that may contain keys in braces (see `worded`). The message ends with this advice, in the notation
             of the entry point.
     """
@@ -204,10 +249,32 @@ class ConfigError(FedloomError, ValueError):
         return error
 
     def placed(self, where: str) -> Self:
-        """Return the same error with its location in front of the message."""
+        """Return the same error with its location at the front of the message."""
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error
+
+
+class Note(str):
+    """Note on data or a setting that also has the id of its check.
+
+    Attributes:
+        rule: id of the check, such as ``"parts-share-rows"``. The id is the same at every entry point and release.
+    """
+
+    rule: str
+
+    @classmethod
+    def create(cls, text: str, rule: str) -> Note:
+        """Return a note with the id of its check."""
+        note = cls(text)
+        note.rule = rule
+        return note
+
+
+def place_note(where: str, note: str) -> str:
+    """Return a note with its location in front. The id of its check is kept."""
+    return Note.create(f"{where}: {note}", note.rule) if isinstance(note, Note) else f"{where}: {note}"
 
 
 class InvalidValue(ConfigError):
@@ -228,7 +295,7 @@ class InvalidValue(ConfigError):
 
 
 class Refused(ConfigError):
-    """Combination of valid parts that does not make sense. The message states the reason."""
+    """Combination of options that are valid individually but do not fit together. The message states the reason."""
 
 
 class PartitionError(ConfigError):
@@ -260,14 +327,17 @@ class CheckpointError(FedloomError):
 
 
 class DiskError(CheckpointError):
-    """Failed write. The same operation may succeed later, once the disk has space or responds again."""
+    """Error raised if writing to a disk fails.
+
+    The same operation may succeed later, once the disk has space or responds again.
+    """
 
 
 class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
     Args:
-        damage: the file, and its fault.
+        damage: the damaged file, and what is wrong with it.
     """
 
     def __init__(self, damage: str) -> None:
@@ -279,17 +349,24 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class CodeError(FedloomError):
-    """Failure in the code of one part of the run, possibly the user's code, or an invalid result of this code."""
+    """Error in the code of one part of a run, or an invalid result of this code.
+
+    The code may have been written by the user.
+    """
+
+
+class FunctionError(CodeError):
+    """Failure of a user's loss or metric, or a result that is not one number."""
 
 
 class ClientError(CodeError):
-    """Failure in the code of one client.
+    """Error raised by the code of one client.
 
     Args:
         stage: stage of the client's work, e.g. ``"client step"``.
         round: round number, from 1.
         clients: ids of the affected clients.
-        cause: sentence of the original error.
+        cause: message of the original error, as a sentence.
     """
 
     def __init__(self, stage: str, round: int, clients: list[int], cause: str) -> None:
@@ -302,34 +379,34 @@ class ClientError(CodeError):
 
 
 def cause_of(error: BaseException) -> str:
-    """Return a description of an unexpected error: its message, and the last line of user code in its traceback."""
+    """Return a description of an unexpected error: its message and the last line of user code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
         f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
     ]
     at = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{': '.join(filter(None, (type(error).__name__, str(error))))}{at}"
 
 
 def sentence_of(error: Exception) -> str:
     """Return a description of an error in one sentence.
 
-    If the error comes from another package, the description begins with the error's class.
+    If another package raised the error, the description begins with the error's class.
     """
     return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
-    """Attribute errors raised in the block to the code of ``part``.
+    """Report errors raised in the block as errors in the code of ``part``.
 
     Args:
         what: role of the part, e.g. ``"sampler"``.
-        part: value whose code runs.
+        part: value whose code is run.
         where: e.g. ``"round 3"``.
 
     Raises:
-        CodeError: the block raised an error that is neither fedloom's own nor a file error.
+        CodeError: the block raised an error that is neither one of fedloom's own errors nor a file error.
     """
     try:
         yield
@@ -342,10 +419,10 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise if a path is not a folder and no folder can be created there.
+    """Raise if a path is not a folder and no folder can be created at this path.
 
     Raises:
-        RunDirError: the path, or its parent, is a file or a broken link.
+        RunDirError: the path or its parent is a file or a broken link.
     """
     for place in (folder, *folder.parents):
         try:
@@ -366,15 +443,15 @@ def check_folder(folder: Path) -> None:
 
 @contextmanager
 def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Raise a `DiskError` with a one-sentence message if a file cannot be written in the block.
+    """Raise a `DiskError` with a one-sentence message if the block fails to write a file.
 
     Args:
         path: the file.
         kept: sentence that says which results are still intact.
-        again: end of the advice, which says what to do after freeing disk space.
+        again: last part of the advice, which says what to do once disk space is free again.
 
     Raises:
-        DiskError: the disk is full or rejects the write.
+        DiskError: the disk is full or the write is rejected.
     """
     try:
         yield
@@ -386,10 +463,10 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Reason why a run ended. Its value is the sentence shown to people.
+    """Reason why a run ended. The value of each member is the sentence that users see.
 
-    The same reason leads to the same status in a simulation and in a deployment. The same command resumes a run only if
-    its status is "interrupted".
+    The same reason leads to the same status in a simulation and in a deployment. Repeating a command resumes the run
+    only if the status is "interrupted".
     """
 
     DONE = "all rounds done"
@@ -400,7 +477,7 @@ class Stop(Enum):
     DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     UNUSABLE = "too few uploads can be used"
     UNCHANGED = "nothing was trained: no model has changed"
-    FAILED = "a client's code failed"
+    FAILED = "failed"
 
     @property
     def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:
@@ -409,7 +486,7 @@ class Stop(Enum):
 
     @property
     def resumable(self) -> bool:
-        """True if the same command resumes the run, because sites may answer later or a budget may be raised."""
+        """True if the same command can resume the run, because sites may still answer or a budget may be raised."""
         return self.status == "interrupted"
 
 
@@ -431,7 +508,7 @@ class RunStopped(FedloomError):
 
     Args:
         reason: member of `Stop`.
-        detail: round, clients and numbers.
+        detail: text that names the round, the clients and the numbers involved.
         events: sentences that describe the events of the last round.
     """
 
@@ -444,13 +521,13 @@ class RunStopped(FedloomError):
 
 
 class GivenUp(FedloomError):
-    """Round whose sum was requested but never revealed.
+    """Round whose sum was requested but not revealed.
 
-    Asking for a sum over different sites would reveal the difference between the two sums.
+    Requesting a sum over different sites instead would reveal the difference between the two sums.
 
     Args:
         reason: a sentence.
-        clients: sites in the requested sum.
+        clients: sites covered by the requested sum.
     """
 
     def __init__(self, reason: str, clients: Iterable[int]) -> None:
@@ -461,14 +538,14 @@ class GivenUp(FedloomError):
 _DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 """Unicode's bidirectional control characters, which can make one text look like another."""
 _HIDDEN_MARKS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff"
-"""Control characters and invisible characters, by which two texts that look alike can differ."""
+"""Control characters and invisible characters, which can make two different texts look alike."""
 
 
 def direction_in(*names: object, hidden: bool = False) -> str:
     r"""Return a description of the first name with a bidirectional control character, or "" if no name contains one.
 
     Args:
-        names: the names.
+        names: names to check.
         hidden: True to report names with invisible characters too.
 
     >>> direction_in("age", "a\u202eb")[:23]
@@ -485,7 +562,7 @@ def direction_in(*names: object, hidden: bool = False) -> str:
 
 
 def printable(text: object) -> str:
-    r"""Return text with escaped control characters, which could move the cursor or hide words in a terminal.
+    r"""Return text in which control characters are escaped, because they could move a terminal's cursor or hide words.
 
     >>> printable("a\x1b[2Jb")
     'a\\x1b[2Jb'

@@ -1,4 +1,4 @@
-"""Number formatting for people: only this module turns the numbers of tables, pages, charts and lines into text.
+"""Number formatting: only this module converts the numbers in tables, pages, charts and messages to text for users.
 
 The module also converts tables to DataFrames.
 """
@@ -9,7 +9,7 @@ import math
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, write_singular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -17,13 +17,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN_DASH = "\N{EN DASH}"
-"""Text shown for an unknown number."""
+"""Text shown in place of an unknown number."""
 MIN_EXPONENT_VALUE = 1e6
-"""Smallest mean that is written in exponent notation. The threshold for totals is a thousand times larger."""
+"""Smallest mean that is written in exponent notation. For totals, this threshold is a thousand times larger."""
 ZERO_TOLERANCE = 1e-12
-"""Largest absolute mean that is treated as a rounding error of a sum equal to 0."""
+"""Largest absolute mean that is regarded as the rounding error of a sum that is exactly 0."""
 PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
-"""Smallest and largest number of decimals for percentages, and for other numbers."""
+"""Smallest and largest number of decimals, for percentages and for other numbers."""
 _THIN_SPACE = "\u202f"
 
 
@@ -42,7 +42,7 @@ def rounded(value: float, digits: int = 5) -> float | None:
 
 
 def finite(value: float) -> float | None:
-    """Return a number to be written to a file, or None if it is not finite."""
+    """Return a number in the form in which it is written to a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -59,7 +59,7 @@ def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
 
 
 def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
-    """Return a share as a percentage.
+    """Return a fraction as a percentage.
 
     >>> percent(0.3), percent(0.1234, 1)
     ('30 %', '12.3 %')
@@ -89,7 +89,7 @@ def interval(
     Args:
         mean: the estimate.
         half: half width of the interval. nan if there is no interval.
-        decimals: smallest and largest number of decimals.
+        decimals: smallest and largest number of decimals to show.
         signed: True to put a plus sign before a mean above 0.
 
     >>> interval(3.1695, 13.9), interval(0.123456, float("nan")), interval(7.856937935508588e15, 9e16)
@@ -118,7 +118,7 @@ def pair(mean: str, half: str) -> str:
 
 
 def factor(log: float, half: float) -> str:
-    """Return a ratio with its interval, given the logarithm of the ratio and the half width of its interval.
+    """Return a ratio with its interval as text, given the ratio's logarithm and the half width of the log's interval.
 
     >>> import math
     >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
@@ -146,7 +146,7 @@ def p_value(p: float) -> str:
 
 
 def shorten_list(names: Sequence[str], most: int) -> str:
-    """Return the first few names and the number of remaining names.
+    """Return the first few names, followed by the number of names that are left out.
 
     >>> shorten_list(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -155,7 +155,9 @@ def shorten_list(names: Sequence[str], most: int) -> str:
 
 
 def folded(notes: Iterable[str]) -> list[str]:
-    """Return notes in the order in which they first occur. Notes that differ only in a round number are merged.
+    """Return notes in the order in which they first occur, each once.
+
+    Notes that differ only in a round number are merged.
 
     >>> folded(["round 1: 2 late", "slow", "round 2: 2 late", "round 4: 2 late", "slow"])
     ['round 1: 2 late (and in 2 more rounds, the last of them 4)', 'slow (2 times)']
@@ -165,7 +167,7 @@ def folded(notes: Iterable[str]) -> list[str]:
         start = re.match(r"round (\d+)\b", note)
         key = (True, note[start.end() :]) if start else (False, note)
         rounds.setdefault(key, []).append(start[1] if start else "")
-    return [_folded(text, of_rounds, counted) for (of_rounds, text), counted in rounds.items()]
+    return [write_singular(_folded(text, of_rounds, counted)) for (of_rounds, text), counted in rounds.items()]
 
 
 def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
@@ -179,7 +181,7 @@ def _folded(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
 
 
 def duration(minutes: float) -> str:
-    """Return a duration in seconds, minutes, hours or days.
+    """Return a duration as text in seconds, minutes, hours or days.
 
     >>> duration(3.2), duration(0.2), duration(200), duration(5000)
     ('3 min', '12 s', '3 h', '3 days')
@@ -191,7 +193,7 @@ def duration(minutes: float) -> str:
 
 
 def option(value: object, digits: int = 4) -> str:
-    """Return the value of an option as text, with a limited number of significant digits.
+    """Return the value of an option as text. Numbers are rounded to a limited number of significant digits.
 
     >>> option(0.1), option("auto"), option(1 / 3)
     ('0.1', 'auto', '0.3333')
@@ -200,7 +202,7 @@ def option(value: object, digits: int = 4) -> str:
 
 
 def options(values: Mapping[str, object], digits: int = 4) -> str:
-    """Return options on one line.
+    """Return options as text on one line.
 
     >>> options({"lr": 0.1, "steps": 3})
     'lr = 0.1, steps = 3'
@@ -209,7 +211,7 @@ def options(values: Mapping[str, object], digits: int = 4) -> str:
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Return the number of decimals needed to show a value with this number of significant digits."""
+    """Return the number of decimals that show a value with this number of significant digits."""
     return digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 

@@ -1,4 +1,4 @@
-"""Hints: the ends of error messages, which say what name the user probably meant, or where a key belongs."""
+"""Hints at the end of error messages: the name that the user probably meant, or the place where a key belongs."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
         "--least": "--min-events", "--gate-port": "--proxy-port",
     },
 }  # fmt: skip
-"""Old names of keys, by location: a table (with the kind's new name if only this kind contains the key), a call in
-Python, or the command line. Recorded documents may contain the old name. A new file with the old name is rejected with
-a message that states the new name.
+"""Old names of keys, by location. A location is a table (with the kind's new name if only this kind contains the key),
+a call in Python, or the command line. Recorded documents may contain the old name. A new file with an old name is
+rejected with a message that states the new name.
 """
 RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("partition", "kind"): {
@@ -79,8 +79,8 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 """Old names of values, by location and by the current name of the key."""
 
 EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
-"""Former defaults of method options whose default has changed. Recorded documents that omit the option used the former
-default."""
+"""Former defaults of those method options whose default has changed. Recorded documents that omit the option used the
+former default."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:
@@ -102,18 +102,19 @@ def find_new_name(got: object, allowed: Iterable[object]) -> str:
 
 
 METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
-"""Notation of a method in Python."""
+"""Description of how a method is written in Python."""
 MAX_NAMES_BESIDE_A_HINT = 20
-"""Largest number of valid names that a message lists in addition to a suggestion."""
+"""Maximum number of valid names that a message lists in addition to a suggestion."""
 SHOWN_METHODS = 6
-"""Largest number of methods named in a hint."""
+"""Maximum number of methods that a hint names."""
 
 Hint = Callable[[str, object], str]
-"""(key, value) -> the end of a sentence that says where the key belongs. The text is empty if the key is unknown."""
+"""Function that is given a key and its value, and returns the end of a sentence that says where the key belongs. The
+text is empty if the key is unknown."""
 
 
 def nearest(got: object, allowed: Iterable[str]) -> str:
-    """Return the end of a sentence that suggests the nearest valid name, or lists all valid names.
+    """Return the end of a sentence that suggests the closest valid name, or that lists all valid names.
 
     >>> nearest("fedporx", ["fedavg", "fedprox"])
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
@@ -142,7 +143,10 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
 def unknown(
     what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "", rule: str = ""
 ) -> ConfigError:
-    """Return the error for an unknown name, with a suggestion: fedloom's name, else ``cure``, else the nearest name."""
+    """Return the error for an unknown name.
+
+    The message suggests fedloom's own name for it if there is one, otherwise ``cure``, and otherwise the closest name.
+    """
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
@@ -154,23 +158,24 @@ def unknown(
 
 
 def no_hint(key: str, value: object) -> str:
-    """Return no hint for a key."""
+    """Return an empty hint for any key."""
     return ""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Entry point for user choices: where each of its keys belongs, and how a key is written there.
+    """Description of a place where users make choices: where each key belongs, and how it is written.
 
     Attributes:
-        tables: keys of every table, by kind. The keys of a table without a kind come first, under an empty name.
-        plain: keys outside tables, which are the keywords in Python.
-        methods: options of every method, by method name.
+        tables: keys of every table, by kind. In each table, an empty name comes first, with the keys that do not depend
+            on the kind.
+        plain: keys that do not belong to any table. In Python, these are the keyword arguments.
+        methods: options of every method, keyed by method name.
         keys: valid keys at this location, in addition to the options of a method.
         method: True if the location belongs to a method and contains the method's options.
-        file: True if keys are written as in an experiment file. False if keys are written as in a Python call.
-        call: notation of a method in Python, as a format string with ``name``, ``key`` and ``value``.
-        special: function that returns hints for keys that need a sentence of their own.
+        file: True if keys are written as in an experiment file, and False if keys are written as in a Python call.
+        call: format string that writes a method in Python, with the fields ``name``, ``key`` and ``value``.
+        special: function that returns the hints for keys that need a hint of their own.
     """
 
     tables: Mapping[str, Mapping[str, Iterable[str]]]
@@ -184,28 +189,28 @@ class Places:
 
     @property
     def form(self) -> str:
-        """Notation of a method, as the end of a sentence."""
+        """Description of how a method is written, used as the end of a sentence."""
         return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
 
     def name_table(self, table: str) -> str:
-        """Return the name of a table as messages write it."""
+        """Return the name of a table in the form that messages use."""
         return f"[{table}]" if self.file and not self.method else table
 
-    def of_method(self, *keys: str) -> Places:
-        """Return the entry point for the table of a method with these keys."""
+    def select_method(self, *keys: str) -> Places:
+        """Return the place that describes the table of a method with these keys."""
         return replace(self, keys=keys, method=True, special=no_hint)
 
     def within(self, table: str) -> Hint:
-        """Return the hint for keys that a table does not contain."""
+        """Return the hint for keys that do not belong in a table."""
         return lambda key, value: self.hint(key, value, table)
 
     def hint(self, key: str, value: object, table: str = "") -> str:
-        """Return where a key belongs, as the end of a sentence. The text is empty if no table contains the key.
+        """Return the end of a sentence that says where a key belongs. The text is empty if no table contains the key.
 
         Args:
-            key: the key, possibly under its name in papers and other libraries.
-            value: value of the key.
-            table: table that contains it. Empty outside tables.
+            key: the key, which may be the name that papers or other libraries use.
+            value: value given for the key.
+            table: table in which the key was found. Empty for a key outside tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [
@@ -225,7 +230,7 @@ class Places:
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
 
     def _place(self, key: str, value: object, table: str) -> str:
-        """Return the plain key, or the tables that contain a key."""
+        """Return the end of a sentence that says whether a key is an argument of its own, or which tables accept it."""
         line = f"{key} = {_toml(value)}" if self.file else f"{key}={value!r}"
         if (key in self.plain or (self.file and key in self.tables)) and (table or key not in self.keys):
             if not self.file:
@@ -245,7 +250,7 @@ class Places:
         return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone_too}"
 
     def _keyword(self, table: str, key: str, value: object) -> str:
-        """Return a key written inside the keyword argument for its table."""
+        """Return a key in the form of a keyword argument that contains its table."""
         kinds = self.tables[table]
         kind = next(kind for kind in kinds if key in kinds[kind])
         if table == "data":
@@ -257,7 +262,7 @@ class Places:
         return f"{table}={ {**named, key: value}!r}"
 
     def _option(self, key: str, value: object) -> str:
-        """Return the methods that accept an option."""
+        """Return the end of a sentence that names the methods that accept an option."""
         methods = [name for name, options in self.methods.items() if key in options]
         if not methods:
             return ""
@@ -269,9 +274,9 @@ class Places:
 
 
 def _toml(value: object) -> str:
-    """Return a value as an experiment file writes it.
+    """Return a value in the notation of an experiment file.
 
-    If a table is given where a name is expected, the name inside the table is written.
+    If a table is given where a name is expected, only the name inside the table is written.
     """
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("name", "kind", "type") if isinstance(value.get(key), str)), None)

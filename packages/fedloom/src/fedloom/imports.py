@@ -1,7 +1,7 @@
-"""Classes and functions of user code, named by an import path such as ``my_package.my_module:MyMethod``.
+"""Classes and functions of the user's code, named by an import path such as ``my_package.my_module:MyMethod``.
 
-Only code of the named module is executed: a person writes the path in an experiment file or on the command line, and no
-path is ever read from a data file or model file. `fedloom.trust` decides which paths are rejected.
+Only code of the named module is executed. A person writes the path in an experiment file or on the command line, and
+paths are never read from a data file or a model file. `fedloom.trust` decides which paths are rejected.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = [
 
 
 VALUE_TYPES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
-"""Types of values that are fully described by their text."""
+"""Types whose values are fully determined by their text representation."""
 MAIN_MODULE = "__main__"
-"""Name of the module of a script or notebook."""
+"""Name that Python gives the module of a script or notebook."""
 
 
 def find(path: str, what: str, where: str = "") -> Any:
-    """Return the object of an import path. The module may be in the current directory.
+    """Return the object that an import path names. The module may be in the current directory.
 
     Args:
         path: ``package.module:Name``.
-        what: expected type of object, used in the message.
-        where: file and table, used in the message.
+        what: description of the expected object, used in the message.
+        where: file and table that contain the path, used in the message.
 
     Raises:
         ConfigError: the module cannot be imported, does not contain the name, or is rejected by `fedloom.trust`.
@@ -70,7 +70,7 @@ def find(path: str, what: str, where: str = "") -> Any:
 
 
 def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
-    """Return a callable that options in a file refer to: a subclass of ``base`` or the user's function.
+    """Return a callable that a file names together with its options: a subclass of ``base`` or a function of the user.
 
     Raises:
         ConfigError: `find` rejects the path, or the callable is a function of an installed package.
@@ -82,10 +82,10 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
 
 
 def find_class(path: str, what: str, base: type, where: str = "") -> Any:
-    """Return the class of an import path.
+    """Return the class that an import path names.
 
     Raises:
-        ConfigError: the class does not exist, is not a subclass of ``base``, or lacks some required functions.
+        ConfigError: the class does not exist, is not a subclass of ``base``, or lacks some of the required functions.
     """
     target, place = find(path, what, where), f"{where}: " if where else ""
     if not isinstance(target, type) or not issubclass(target, base):
@@ -113,12 +113,12 @@ def importable(target: object) -> str | None:
 
 
 def text_of(target: Any) -> str:
-    """Return the source of a class and its bases, or of a function.
+    """Return the source code of a function, or of a class and its base classes.
 
     If the source is not available, return the bytecode.
 
-    For any other object, return its type and content. The result also covers the code of the same script or notebook
-    that this code uses: functions and classes as text, and values unchanged.
+    For any other object, return its type and content. The result also covers the objects of the same script or notebook
+    that this code uses: the source of functions and classes, and the values of other objects.
     """
     texts, reached, waiting = list[str](), set[int](), [target]
     while waiting:
@@ -136,7 +136,7 @@ def text_of(target: Any) -> str:
 
 
 def _source_text(target: Any) -> str:
-    """Return the source of a class or function, without the code that it calls."""
+    """Return the source code of a class or function, without the code that it calls."""
     if isinstance(target, type):
         return "".join(map(_source_text, _functions(target))) or target.__qualname__
     try:
@@ -149,12 +149,12 @@ def _source_text(target: Any) -> str:
 
 
 def _show_values(*values: object) -> str:
-    """Return values in Python notation, without memory addresses."""
+    """Return values in Python notation, without their memory addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", " ".join(map(repr, values)))
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return the functions of a class and of its bases outside torch, or the function itself."""
+    """Return the functions of a class and of those base classes that are not part of torch, or the function itself."""
     if isinstance(target, type):
         classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
         return [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]
@@ -163,7 +163,7 @@ def _functions(target: Any) -> list[Any]:
 
 
 def _used(target: Any) -> dict[str, Any]:
-    """Return the globals and closure variables of the script or notebook that some code uses, by name."""
+    """Return the global and closure variables of the script or notebook that some code uses, keyed by name."""
     kind = target if isinstance(target, type) else type(target)
     classes = [c for c in kind.__mro__ if c.__module__ == MAIN_MODULE]
     used: dict[str, Any] = {} if kind is target else {c.__name__: c for c in classes}
@@ -189,7 +189,7 @@ class Function:
     Attributes:
         name: import path. For code that exists only in this process, such as a notebook cell, the function's name and a
             digest.
-        call: the function, or, for a class, an instance created without arguments.
+        call: the function, or an instance created without arguments if a class was given.
     """
 
     name: str
@@ -197,17 +197,17 @@ class Function:
 
     @property
     def short(self) -> str:
-        """Name without the module and the digest."""
+        """Name without the module path and the digest."""
         return re.split(r"[:.]", self.display_name)[-1]
 
     @property
     def display_name(self) -> str:
-        """Return the name for messages: the import path, or else the plain name."""
+        """Name shown in messages: the import path if there is one, else the plain name."""
         return self.name.partition(" ")[0]
 
 
 def function(choice: Any, what: str) -> Function:
-    """Return a function that is passed directly or by its import path.
+    """Return a function that is given directly or by its import path.
 
     Raises:
         ConfigError: the value is neither a function nor an import path, or cannot be imported.
@@ -244,9 +244,9 @@ def path_of(definition: Any) -> str | None:
 
 
 def source_of(definition: object) -> str:
-    """Return 16 hexadecimal digits that identify the source of the user's module, or its code without a source.
+    """Return 16 hexadecimal digits that identify the source of the user's module, or the code if there is no source.
 
-    The text is empty for code that no user wrote.
+    The text is empty for code that is part of fedloom.
     """
     if path_of(definition) is None:
         return ""

@@ -11,23 +11,23 @@ from types import ModuleType
 from typing import Any
 
 DISPLAY_MODULE = "fedloom.lab.report.notebook"
-"""Module that displays results for people. The library imports no module of the lab, so only the name is stored
-here."""
+"""Module that displays results to users. The library does not import any module of the lab, so only the module's name
+is stored here."""
 
 
 def display() -> Any:
-    """Import and return the display module, which is slow to import and only needed to show results to people."""
+    """Import and return the display module. This module is slow to import and only needed to show results to users."""
     return import_module(DISPLAY_MODULE)
 
 
 LAZY_IMPORT_PATTERN = re.compile(r"^    from ([\w.]+) import (?:\(\s*)?(\w+) as \2\b", re.MULTILINE)
-"""Pattern of the public imports that a package lists below ``if TYPE_CHECKING:``, as ``import compare as compare``."""
+"""Pattern of the public imports in a package below ``if TYPE_CHECKING:``, such as ``import compare as compare``."""
 
 
 def lazy_names(package: str) -> dict[str, str]:
-    """Return the module of each name that a package lists below ``if TYPE_CHECKING:``, by name.
+    """Return the module that contains each public name that a package lists below ``if TYPE_CHECKING:``, keyed by name.
 
-    Type checkers and lazy imports share this list, so each name is written only once.
+    Type checkers and lazy imports share this list, so each name appears only once in the source.
     """
     spec: Any = sys.modules[package].__spec__
     text = spec.loader.get_source(package)
@@ -35,12 +35,12 @@ def lazy_names(package: str) -> dict[str, str]:
 
 
 def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = None) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package, which imports the `lazy_names` of the package on first use.
+    """Return the ``__getattr__`` of a package, which imports one of the package's `lazy_names` on its first use.
 
     Args:
         package: name of the package.
-        classes: where to find classes that the package does not contain, for the error message.
-        renamed: new names by old names, for the error message.
+        classes: advice on where to find classes that the package does not contain, for the error message.
+        renamed: new names keyed by old names, for the error message.
     """
     places = lazy_names(package)
 
@@ -64,7 +64,7 @@ def getter(package: str, classes: str = "", renamed: Mapping[str, str] | None = 
 
 
 def lister(name: str) -> Callable[[], list[str]]:
-    """Return the ``__dir__`` of a module, so that tab completion offers only its public names.
+    """Return a ``__dir__`` for a module, so that tab completion offers only the module's public names.
 
     These are the names in ``__all__``, or, if it is missing, the module's classes, functions and annotated constants.
     """

@@ -1,8 +1,8 @@
-"""Metrics: names, titles, scales, directions, bounds, deciding metrics, and summary values over clients.
+"""Metrics: names, titles, scales, directions and bounds, the metrics used for decisions, and summaries over clients.
 
-All modules that show a metric, compare metrics or choose by a metric read this table, so a metric means the same in a
-run, a search, a deployment and a report. The ``values`` arguments are float64 ``[n]``, with nan for clients that have
-no samples in the part. These clients are ignored.
+Every module that shows a metric, compares metrics or selects by a metric reads this table. A metric therefore means the
+same in a run, a search, a deployment and a report. The ``values`` arguments are float64 ``[n]``, one per client, with
+nan for clients that have no samples in the evaluated split. These clients are ignored.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     Values = NDArray[np.float64]
 
 MEGABYTE_BYTES = 1e6
-"""Number of bytes of a megabyte."""
+"""Number of bytes in a megabyte."""
 
 
 class Metric(NamedTuple):
-    """Title, format and direction of a metric.
+    """Properties of a metric: its title, format and direction.
 
     Attributes:
         title: title shown to people.
         unit: unit of the displayed value.
         scale: factor by which the displayed value is multiplied.
-        higher: True if larger values are better.
-        bounds: smallest and largest possible value.
+        higher: True if larger values are better than smaller ones.
+        bounds: smallest and largest value that the metric can take.
         rated: True if one direction is better than the other.
     """
 
@@ -79,8 +79,8 @@ METRICS = {
     "mae": Metric("MAE", higher=False, bounds=POSITIVE_BOUNDS),
     "loss": Metric("Loss", higher=False),
 }
-"""Metrics computed on one client's samples (`fedloom.tasks`). Recall and precision are recorded per class. AUROC, AUPRC
-and F1 are recorded per label (`class_metric_name`)."""
+"""Metrics computed on the samples of one client (`fedloom.tasks`). Recall and precision are recorded per class. AUROC,
+AUPRC and F1 are recorded per label (`class_metric_name`)."""
 
 FEDERATION_FIGURES = {
     "cd": Metric("Client disagreement", higher=False),
@@ -102,7 +102,7 @@ FEDERATION_FIGURES = {
     "idle_share": Metric("Idle fraction of the devices' time", higher=False),
     "unheard": Metric("Uploads that were late or lost", higher=False),
 }
-"""Named metrics of the whole federation."""
+"""Named metrics that describe the federation as a whole."""
 
 COST_FIGURES = {
     "steps": Metric("Local steps", higher=False),
@@ -112,22 +112,23 @@ COST_FIGURES = {
     "seconds": Metric("Seconds", higher=False),
     "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
-"""Cost metrics, which are the columns of equal work."""
+"""Cost metrics by which methods are compared at equal work."""
 
 
 USER_METRICS: dict[str, Metric] = {}
-"""User-defined metrics seen in this process: runs and their files say which direction is better (`declare`)."""
+"""Metrics that users have declared in this process (`declare`). Runs and their files state the better direction."""
 
 
 class Roles(NamedTuple):
-    """Deciding metrics of a task.
+    """Metrics by which decisions are made for a task.
 
     Attributes:
         page: metric shown first in tables and reports.
-        settings: metric whose mean over the clients with a defined value is used by `fedloom tune` to compare settings.
-            AUROC needs both classes.
-        client: metric by which the hybrid model chooses the better model for each client: accuracy for classes, as in
-            FLAME's model selection, or the loss if a class may be rare, because accuracies are then often equal.
+        settings: metric by which `fedloom tune` compares settings. The metric is averaged over the clients for which it
+            is defined. AUROC is only defined if both classes occur.
+        client: metric by which the hybrid model chooses the better model for each client. For classification, this is
+            the accuracy, as in FLAME's model selection. If a class may be rare, it is the loss, because accuracies are
+            then often equal.
     """
 
     page: str
@@ -144,22 +145,23 @@ TASK_ROLES = {
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""Deciding metrics by task. "imbalanced" means several classes with measured balanced accuracy. Otherwise the loss
-decides."""
+"""Metrics used for decisions, keyed by task. "imbalanced" stands for tasks with several classes for which balanced
+accuracy is measured. If the metric for a decision was not measured, the loss is used instead."""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
 }
-"""Metrics other than the loss on which a choice may be based. Their spread over clients is recorded."""
+"""Metrics that may be used for a decision, in addition to the loss. The spread of these metrics over clients is
+recorded."""
 
 SUMMARY_METRICS = tuple(
     name for name in METRICS if name == "loss" or any(name in roles for roles in TASK_ROLES.values())
 )
-"""Metrics shown where space is limited."""
+"""Metrics that are shown where space is limited."""
 
 
 def leading(names: Collection[str], role: Literal["page", "settings", "client"] = "page") -> str:
-    """Return the deciding metric among the measured metrics.
+    """Return the metric used for decisions, chosen from those that were measured.
 
     >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
     ('auroc', 'loss', 'loss')
@@ -169,7 +171,7 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
 
 
 def class_metric_name(name: str, label: str) -> str:
-    """Return the name under which a metric is recorded for one class.
+    """Return the name under which a metric of one class is recorded.
 
     >>> class_metric_name("recall", "ill"), metric("recall[ill]").title
     ('recall[ill]', 'Recall of ill')
@@ -178,9 +180,9 @@ def class_metric_name(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """Return the properties of a client metric or federation metric.
+    """Return the properties of a metric of a client or of the federation.
 
-    An undeclared metric keeps its name and is not rated.
+    A metric that was not declared keeps its name as its title and is not rated.
     """
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
@@ -194,21 +196,21 @@ def metric(name: str) -> Metric:
 
 
 def declare(directions: Mapping[str, bool]) -> None:
-    """Register a user's metrics by name, with True if larger values are better."""
+    """Register a user's metrics by name. The value is True if larger values of the metric are better."""
     USER_METRICS.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
 
 
 def titled(shown: Metric) -> str:
-    """Return the title including the unit."""
+    """Return the title of a metric with its unit."""
     return f"{shown.title} ({shown.unit})" if shown.unit else shown.title
 
 
 def over_clients(name: str, values: Values, sizes: Values, centre: float | None = None) -> dict[str, float]:
-    """Return the federation's metrics from the values of its clients, by their recorded names.
+    """Return the metrics of the federation, computed from the values of its clients and keyed by their recorded names.
 
     Args:
         name: the metric.
-        values: ``[n]``, one value per client. Clients with nan are ignored.
+        values: ``[n]``, one value per client. Clients whose value is nan are ignored.
         sizes: number of samples of each client ``[n]``.
         centre: value of the global model on the common test set.
     """
@@ -240,7 +242,10 @@ def weighted_mean(values: Values, sizes: Values) -> float:
 
 
 def worst(values: Values, *, low: bool) -> float:
-    """Return the mean over the worst tenth of the clients (at least one). ``low``: True if small values are bad."""
+    """Return the mean over the worst tenth of the clients, which is at least one client.
+
+    ``low``: True if small values are bad, so that the worst clients are those with the smallest values.
+    """
     finite = _finite(values)
     finite.sort()
     count = max(1, round(len(finite) / 10))
@@ -248,7 +253,7 @@ def worst(values: Values, *, low: bool) -> float:
 
 
 def deciles(values: Values) -> Values:
-    """Return the nine deciles of the clients' values."""
+    """Return the nine deciles of the values over clients."""
     import numpy as np
 
     finite = _finite(values)
@@ -278,11 +283,11 @@ def jain(values: Values) -> float:
 
 
 def disagreement(values: Values) -> float:
-    """Return the client disagreement CD (Equitable-FL, Eq. 9): sum over ordered pairs of |l_i - l_j| over binom(r, 2).
+    """Return the client disagreement CD (Equitable-FL, Eq. 9): the sum of |l_i - l_j| over ordered pairs / binom(r, 2).
 
-    It equals twice the mean absolute difference between two clients. The paper sums over the participants of a round.
-    Records contain the sum over all clients, including clients that did not participate, so rounds and methods are
-    comparable.
+    CD equals twice the mean absolute difference between two clients. The paper sums over the r participants of a round.
+    The recorded value is the sum over all clients, including those that did not take part in the round, so that rounds
+    and methods are comparable.
     """
     import numpy as np
 
@@ -298,7 +303,7 @@ def disagreement(values: Values) -> float:
 def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
     """Return the normalized mutual information of two labelings, in [0, 1] (Equitable-FL, Fig.
 
-    2). It is 1 if the labelings are equal up to renaming.
+    2). The result is 1 if the labelings are equal up to renaming.
     """
     from sklearn.metrics import normalized_mutual_info_score
 

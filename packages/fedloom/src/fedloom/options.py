@@ -1,4 +1,4 @@
-"""Display of a value's options in Python: its signature, and lines in `help` on type, range and default."""
+"""Display of a value's options in Python: a signature, and lines in `help` on each option's type, range and default."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ else:
     ModelMetaclass = type(BaseModel)  # pydantic's own, which has no public name
 
 ARGS_HEADING = "Args:"
-"""Heading above the lines on options in a docstring."""
+"""Heading above the lines on the options in a docstring."""
 FIELD_LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-"""Bounds of a number in a pydantic field, and how they are written."""
+"""Bounds of a number in a pydantic field, with the symbols that represent them."""
 
 
 class Face(ModelMetaclass):
-    """Support for `help`, signatures and notebooks: displays the options of a value's class.
+    """Metaclass that shows the options of a value's class in `help`, signatures and notebooks.
 
-    Pydantic builds a class on first use, and the signature of the class then shows validators instead of types. Both
-    attributes are computed only when they are read, so importing a class stays fast.
+    Pydantic completes a class on its first use, and the signature of the class then shows validators instead of types.
+    The signature and the docstring are computed only when they are read, so importing a class stays fast.
     """
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """Options as keyword parameters, with plain types and defaults."""
+        """Signature with the options as keyword parameters, with plain types and defaults."""
         parameters = []
         for name, field in options_of(cls).items():
             kind, default = plain_type(field.annotation), inspect.Parameter.empty
@@ -44,11 +44,11 @@ class Face(ModelMetaclass):
 
     @__signature__.setter
     def __signature__(cls, value: object) -> None:
-        """Ignore the assigned value: pydantic sets a signature after building the class."""
+        """Ignore the assigned value, because pydantic sets a signature after it has built the class."""
 
     @property
     def __doc__(cls) -> str | None:
-        """Docstring of the class, with one line per option."""
+        """Docstring of the class, extended by one line per option."""
         text = cls.__dict__.get("__doc__")
         options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
         if not options or (isinstance(text, str) and f"\n{ARGS_HEADING}" in text):
@@ -62,14 +62,14 @@ class Face(ModelMetaclass):
 
 
 class Plain(str):
-    """Type in its written form, which a signature shows without quotes."""
+    """Type given as text, which a signature shows without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def plain_type(annotation: object) -> str:
-    """Return a type in the notation that users know, without validators.
+    """Return a type in the notation that users know, leaving out validators.
 
     >>> plain_type(Annotated[float, "more than 0"]), plain_type(tuple[int, ...] | None), plain_type(Literal["a", "b"])
     ('float', 'tuple[int, ...] | None', "'a' | 'b'")
@@ -104,7 +104,7 @@ def limits_of(field: FieldInfo) -> list[str]:
 
 
 def options_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a class that a caller can set: all except the name of its kind, which is fixed."""
+    """Return the fields of a class that a caller can set: all except the name of the class's kind, which is fixed."""
     return {
         name: field
         for name, field in kind.model_fields.items()

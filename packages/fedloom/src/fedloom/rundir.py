@@ -1,9 +1,9 @@
-"""Format of a run directory: names of its files and folders, labels of runs, and content of the summary.
+"""Format of a run directory: names of its files and folders, labels of its runs, and content of the summary.
 
-This module also checks file and folder paths that a caller passes.
+This module also checks the paths of files and folders that a caller passes.
 
-Simulations and deployments write run directories. Reports, opened runs and `watch` read them. All of them use the names
-and values in this module, which does not need torch.
+Simulations and deployments write run directories. These directories are read by reports, by `watch` and by runs that
+are opened again. All of these use the names and values in this module, which does not import torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER 
     "live",
 )
 MAX_NAME_BYTES = 255
-"""Largest length of a file name on common file systems."""
+"""Maximum length of a file name on common file systems."""
 WORK_FOLDER = ".work"
-"""Folder for the claims of processes that share a run directory."""
+"""Folder with the claims of processes that share a run directory. A claim reserves a run for one process."""
 RESULT_FILES = (
     METRICS_FILE,
     TIMINGS_FILE,
@@ -47,7 +47,7 @@ RESULT_FILES = (
     SUMMARY_FILE,
     REPORT_FILE,
 )
-"""Files that a run rewrites, apart from its settings and the analysis files that packages add."""
+"""Files that a run rewrites, except its settings and the analysis files that other packages add."""
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
 EXPERIMENT_TABLES = (
@@ -55,32 +55,32 @@ EXPERIMENT_TABLES = (
     "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "engine",
     "early_stop", "tune",
 )  # fmt: skip
-"""Tables of an experiment file other than its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
+"""Tables of an experiment file, except those of its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 
 _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
-"""Placeholder used for a file's digest while the digest is computed."""
+"""Placeholder that stands for a file's digest while the digest is computed."""
 
 REPAIR_HINT = "Run the experiment again, or put the file back"
 """Advice shown for a damaged file."""
 FEDERATION_CLIENT = -1
-"""Client number for values of the whole federation."""
+"""Client number under which values of the whole federation are recorded."""
 UPLOADS_FIGURE = "heard"
-"""Name under which a client's number of used uploads is recorded."""
+"""Name under which the number of a client's used uploads is recorded."""
 SAMPLES_FIGURE = "samples"
-"""Name under which a group's number of samples is recorded."""
+"""Name under which the number of samples in a group is recorded."""
 MOST_CLIENTS = 2**31
 """Upper limit on client numbers (exclusive)."""
 MAX_LABEL_CHARACTERS = 150
-"""Largest number of characters that a label may use in a file name: a file system allows 255 bytes, and seed, extension
-and draft suffix need some of them."""
+"""Maximum number of characters that a label may use in a file name. A file system allows 255 bytes, and the seed, the
+extension and the suffix of a draft need some of them."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Integer that fits into a table column."""
+"""Integer that fits into a column of a table."""
 
 
 def place_of(path: object, what: str, otherwise: str = "") -> Path:
-    """Return the path that a caller passed as a `Path`.
+    """Return a path that a caller passed as a `Path`.
 
     Args:
         path: the given value.
@@ -88,8 +88,8 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
         otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would mean the
-            current folder.
+        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would otherwise mean
+            the current folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
@@ -107,7 +107,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
 
 def label_of(method: Mapping[str, object]) -> str:
-    """Return the label of a method's table: its own label, the algorithm's name, or the class name of user code.
+    """Return the label of a method's table: the given label, else the name of the algorithm or of the user's class.
 
     >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
     ('Pulled', 'mine')
@@ -116,7 +116,7 @@ def label_of(method: Mapping[str, object]) -> str:
 
 
 def file_name(label: str) -> str:
-    """Return a label as one component of a file name. Different labels give different names.
+    """Return a label as one component of a file path. Different labels give different names.
 
     If a label is too long, the file name consists of the label's beginning and a digest.
 
@@ -131,14 +131,14 @@ def file_name(label: str) -> str:
 
 
 def check_case(folder: Path, labels: Iterable[str]) -> None:
-    """Raise if labels differ only in case on a disk that ignores case, where the runs would share checkpoints.
+    """Raise if labels differ only in case and the disk ignores case, so that their runs would share checkpoints.
 
     Args:
-        folder: run directory, which is locked.
+        folder: run directory. It contains the lock of this process.
         labels: labels of the methods.
 
     Raises:
-        RunDirError: two labels lead to the same file name on this disk.
+        RunDirError: the file names of two labels refer to the same file on this disk.
     """
     first = dict[str, str]()
     for label in labels:
@@ -151,7 +151,7 @@ def check_case(folder: Path, labels: Iterable[str]) -> None:
 
 
 def analysis_file(kind: str) -> str:
-    """Return the name of the file that contains the table of an analysis.
+    """Return the name of the file in which the table of an analysis is stored.
 
     >>> analysis_file("left-out"), analysis_file("my_parts:Pulled")
     ('left_out.parquet', 'Pulled.parquet')
@@ -160,7 +160,7 @@ def analysis_file(kind: str) -> str:
 
 
 def run_folder(out: Path, kind: str, label: str, seed: int) -> Path:
-    """Return the folder in a run directory for a run's checkpoints, models or tracking."""
+    """Return the folder in a run directory that holds a run's checkpoints, models or tracking data."""
     return out / kind / f"{file_name(label)}-{seed}"
 
 
@@ -169,16 +169,18 @@ class _Recorded(BaseModel):
 
 
 ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
-"""Roles assumed for methods if a run directory does not state them."""
+"""Roles that methods are assumed to have if a run directory does not state them."""
 
 
 class RunRecord(_Recorded):
-    """Run of one method with one seed.
+    """Record of one method's run with one seed.
 
-    ``diverged`` is the round in which divergence was detected, for a run that still reached its end.
+    ``diverged`` is the round in which divergence was detected. ``diverged`` may also be set for a run that reached its
+    last round.
 
-    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). It is None in older run directories.
-    ``device_classes`` are the names of the clients' device classes, by their number in the metrics.
+    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). The role is None in older run
+    directories. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand
+    for them in the metrics.
     """
 
     method: str
@@ -197,21 +199,21 @@ class RunRecord(_Recorded):
 
     @property
     def lost(self) -> bool:
-        """True if the run has no result: it failed, or diverged and could not continue."""
+        """True if the run has no result, because it failed, or because it diverged and could not continue."""
         return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
 
 
 class Rejection(_Recorded):
-    """Number of a site's replies that failed one step of the server's check, and the latest message about it."""
+    """Number of a site's replies that failed one step of the server's check, with the latest message."""
 
     count: Whole = 0
     reason: str = ""
 
 
 class SiteSummary(_Recorded):
-    """Record of a site in a deployment: rounds with and without the site, and its last accepted reply.
+    """Record of a site in a deployment: the number of rounds with and without the site, and its last accepted reply.
 
-    ``staleness`` is the mean over the site's uploads in a buffered run.
+    ``staleness`` is the mean staleness of the site's uploads in a buffered run.
     """
 
     here: bool = True
@@ -224,7 +226,9 @@ class SiteSummary(_Recorded):
 
 
 class Summary(_Recorded):
-    """``summary.json``: how every run ended. ``metrics`` are the user's metrics, with True if larger values are better.
+    """Content of ``summary.json``, which records how every run ended.
+
+    ``metrics`` are the metrics that the user declared, with True if larger values are better.
 
     A deployment also stores why it ended and the record of its sites.
     """
@@ -242,26 +246,26 @@ class Summary(_Recorded):
     sites: dict[str, SiteSummary] = {}
 
     def content(self) -> bytes:
-        """Return the content of the file: every field that is set, and the digest."""
+        """Return the content of the file: every field that is set, followed by the digest."""
         document = self.model_dump(mode="json", exclude_unset=True)
         return insert_digest(json.dumps({**document, "digest": NO_DIGEST}, indent=1).encode())
 
 
 def insert_digest(content: bytes) -> bytes:
-    """Return the content of a file with its single `NO_DIGEST` replaced by the digest of the content."""
+    """Return the content of a file after replacing its single `NO_DIGEST` by the digest of the content."""
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZERO_DIGEST) :]
 
 
 def has_digest(content: bytes) -> bool:
-    """Return True if a file of a run directory contains the correct digest of its content."""
+    """Return True if a file of a run directory contains the correct digest of its own content."""
     return _DIGEST_PREFIX in content
 
 
 def check_digest(path: Path, content: bytes) -> None:
-    """Raise if the content of a file in a run directory does not match the digest that the file contains.
+    """Raise if the content of a file in a run directory does not match the digest stored in the file.
 
-    A file without a digest passes the check.
+    A file without a digest is accepted.
 
     Raises:
         RunDirError: the file has changed since it was written.

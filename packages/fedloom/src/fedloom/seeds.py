@@ -1,15 +1,16 @@
-"""The one randomness rule: every draw comes from a generator of (seed, round, client, purpose).
+"""The single rule for randomness: every draw comes from a generator that depends on (seed, round, client, purpose).
 
-Nothing in fedloom uses a global generator, so cohort size, chunks, workers and restarts do not change any draw.
+Nothing in fedloom uses a global generator, so draws do not depend on cohort size, chunks, workers or restarts.
 
 A hash of these four values determines the complete state of the generator: all 19,968 bits of PyTorch's Mersenne
-Twister come from SHAKE-128, and numpy's generators receive 128 bits of BLAKE2b. PyTorch's seeding would keep only 32
+Twister come from SHAKE-128, and numpy's generators receive 128 bits of BLAKE2b. PyTorch's own seeding would use only 32
 bits of a seed. Among q streams, the probability that any two are equal is at most q^2 / 2^129 (birthday bound for 128
-bits). For a run with 10^10 < 2^34 streams (10^5 rounds of 10^3 clients with 100 draws each), the probability is below
-2^-61. A module that draws directly on a GPU receives the 124 bits of state that CUDA's generator can store: the
-probability is below 2^-60 for up to 2^32 such streams.
+bits). For a run with 10^10 < 2^34 streams (10^5 rounds with 10^3 clients and 100 draws each), the probability is below
+2^-61. A module that draws directly on a GPU receives the 124 bits of state that CUDA's generator can store. For up to
+2^32 such streams, the probability that two are equal is below 2^-60.
 
-These generators are for simulation. They are not cryptographic: `fedloom_sites.deploy.noise` protects real data.
+These generators are meant for simulation. The generators are not cryptographically secure: for real data, noise comes
+from `fedloom_sites.deploy.noise`.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ _STATE_WORDS = 624
 """Number of 32-bit words in the state of a Mersenne Twister."""
 
 _TWISTER_DISTANCE = 397
-"""Distance to the second word that each draw of a Mersenne Twister reads."""
+"""Distance to the second state word that each draw of a Mersenne Twister reads."""
 
 _STATE_HEADER_BYTES = 24
-"""Number of bytes that precede the words in a state of PyTorch's CPU generator. Each word takes 8 bytes."""
+"""Number of bytes that precede the state words in a state of PyTorch's CPU generator. Each word takes 8 bytes."""
 
 
 class _Blank(threading.local):
-    """State of a fresh CPU generator, whose words each thread overwrites with the words of its current generator."""
+    """State of a new CPU generator.
+
+    Each thread overwrites the words in its copy with the words of its current generator.
+    """
 
     def __init__(self) -> None:
         self.state = torch.Generator().get_state()
@@ -53,7 +57,7 @@ class _Blank(threading.local):
 
 _blank = _Blank()
 _swapping = threading.RLock()
-"""Lock held while the global generators are replaced, because all threads of a process share these generators."""
+"""Lock that is held while the global generators are replaced, because all threads of a process share them."""
 os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
 
 
@@ -64,7 +68,7 @@ def derive(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purp
         seed: seed of the run.
         round: round number, from 1, or 0 before the first round.
         client: client id in 0..n-1, or `SERVER_CLIENT`.
-        purpose: purpose of the draw, e.g. ``"cohort"`` or ``("local", 3)``.
+        purpose: what the draw is for, e.g. ``"cohort"`` or ``("local", 3)``.
 
     >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
     True
@@ -84,7 +88,7 @@ def generator(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: P
 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
-    """Return the states of many clients' generators ``[m, s]``, with as many words as the 32-bit draws consume."""
+    """Return the generator states of many clients ``[m, s]``, with as many words as the 32-bit draws consume."""
     before, after = _around(seed, round, purpose)
     count = min(_STATE_WORDS, _TWISTER_DISTANCE + draws)
     drawn = [hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * count) for client in clients]
@@ -110,23 +114,23 @@ def words(gen: torch.Generator) -> list[int]:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Restore the global generators of the CPU and a device after the block.
+    """Restore the global generators of the CPU and of a device after the block.
 
-    Other threads wait until the block ends.
+    Other threads wait until the block has ended.
     """
     with _swapping, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
 def rng_states() -> tuple[object, ...]:
-    """Return the states of the global generators of torch, numpy and Python, so that they can be compared."""
+    """Return the states of the global generators of torch, numpy and Python, to detect whether code draws from them."""
     name, key, *rest = np.random.get_state()  # noqa: NPY002  # read, to see whether a user's code draws from it
     return torch.get_rng_state().numpy().tobytes(), name, np.asarray(key).tobytes(), tuple(rest), random.getstate()
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the global generators of torch, numpy and Python after the block, whatever user code draws."""
+    """Restore the global generators of torch, numpy and Python after the block, whatever is drawn in it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -139,14 +143,14 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Make code that uses only the global generators draw from the stream of ``gen``.
+    """Make code that only uses the global generators draw from the random stream of ``gen`` within the block.
 
     The global generators are restored after the block.
 
-    The generators of numpy and Python start from a hash of the state of ``gen``.
+    The generators of numpy and Python are seeded with a hash of the state of ``gen``.
 
     Args:
-        gen: a CPU generator. It does not advance if ``device`` is the CPU.
+        gen: a CPU generator. Its state does not advance if ``device`` is the CPU.
         device: device whose generator is set in addition to the CPU's.
     """
     with forked(device):
@@ -177,7 +181,7 @@ def cuda_state(gen: torch.Generator) -> Tensor:
 
 
 def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
-    """Return the bytes that come before and after the client in the name of a stream."""
+    """Return the bytes before and after the client id in the byte string that names a random stream."""
     return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
 
 

@@ -1,4 +1,4 @@
-"""Federation with a scikit-learn interface: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
+"""Federated learning with a scikit-learn interface: ``fit(X, y, groups=...)``, ``predict``, ``score`` and so on.
 
 >>> import numpy as np
 >>> X = np.arange(360.0).reshape(90, 4) % 7 - 3
@@ -44,7 +44,7 @@ Some = NDArray[Any]
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """Common base class of the estimators. `FederatedClassifier` describes it."""
+    """Common base class of the estimators. `FederatedClassifier` describes the arguments."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _fit(
         self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
     ) -> None:
-        """Train on features [N, p] and targets in the form that `Dataset` uses."""
+        """Train on features [N, p] and on targets in the form that `Dataset` expects."""
         state = self.random_state
         if self.settings is not None and not isinstance(self.settings, Mapping):
             raise ConfigError(
@@ -91,9 +91,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
+        rounds: Any = self.rounds  # of any type, as scikit-learn checks no option
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
-            "evaluate": {"parts": ("train",), "every": self.rounds},
+            "evaluate": {
+                "parts": ("train",),
+                "every": rounds if isinstance(rounds, int | np.integer) and rounds else 1,
+            },
             "engine": {"dtype": "float64"},
         }
         choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
@@ -120,7 +124,10 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             self.models_[None] = self.models_[sites[0]]
 
     def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the notes on a table. No column is dropped, because an estimator uses every given column."""
+        """Return the notes on possible problems in a table.
+
+        No column is dropped, because an estimator uses every given column.
+        """
         names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
         features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
         classes = more.get("classes", ())
@@ -135,9 +142,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
     @default_to_cpu()
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
-        """Return probabilities or values [N, k]. Each row is predicted by the model of its group."""
+        """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
-        rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
+        rows = torch.tensor(np.asarray(validate_data(self, x, reset=False), np.float64))
         owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
         places: dict[str | None, list[int]] = {}
         for k, owner in enumerate(owners):
@@ -152,36 +159,38 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
 
 class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
-    """Classifier that is trained by federated learning, with the groups as clients.
+    """Classifier trained by federated learning. The groups are the clients.
 
     Args:
-        method: name in ``fedloom list``, or a value of `fedloom.algorithms`.
-        rounds: communication rounds.
+        method: name of a method shown by ``fedloom list``, or a value of `fedloom.algorithms`.
+        rounds: number of communication rounds.
         lr: learning rate of local training.
-        epochs: number of passes over a client's rows per round.
-        batch_size: number of rows per step. None: all rows of a client.
-        model: name or value of `fedloom.models`, an `nn.Module`, or a function that makes a module.
-        clients: number of clients among which rows are randomly distributed if no groups are given.
-        random_state: an int, or a generator from which an int is drawn. It determines all randomness.
+        epochs: number of passes over a client's rows in each round.
+        batch_size: number of rows in each step. If None, each step uses all rows of a client.
+        model: name or value of `fedloom.models`, an `nn.Module`, or a function that returns a module.
+        clients: number of clients to which rows are assigned at random if no groups are given.
+        random_state: an int, or a generator from which an int is drawn. This number determines every random choice.
         settings: other options of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
-            or value for ``local``, ``evaluate`` or ``engine`` changes only the options that it contains.
+            or value for ``local``, ``evaluate`` or ``engine`` changes only the options that are set in it.
 
     Attributes:
-        models_: the model of each client, keyed by group name, and the global model under None, if the method has them.
-        classes_: classes ``[C]``.
-        notes_: notes about columns that number the rows, leak the target, or have similar problems.
+        models_: the model of each client, keyed by group name. If the method trains a global model, it is stored under
+            None.
+        classes_: names of the classes ``[C]``.
+        notes_: notes about columns with possible problems, such as row numbers or copies of the target.
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
-        """Train the models of a federation.
+        """Train the models of the federation.
 
         Args:
-            X: numbers ``[N, p]``, without missing values.
-            y: classes ``[N]``, as numbers or text.
-            groups: group of each row ``[N]``. The groups are the clients of the federation. None: rows are randomly
-                distributed among `clients` groups.
-            subjects: patient, or similar unit, of each row ``[N]``. All rows of a subject go to the same client. For
-                cross-validation, pass them to the splitter: ``cross_val_score(..., groups=subjects, cv=GroupKFold())``.
+            X: array of numbers ``[N, p]`` without missing values.
+            y: classes ``[N]``, given as numbers or text.
+            groups: group that each row belongs to ``[N]``. The groups are the clients of the federation. If None, rows
+                are randomly assigned to `clients` groups.
+            subjects: patient, or similar unit, that each row belongs to ``[N]``. All rows of a subject are assigned to
+                the same client. For cross-validation, pass the subjects to the splitter: ``cross_val_score(...,
+                groups=subjects, cv=GroupKFold())``.
 
         Raises:
             ValueError: scikit-learn or the method rejects the arguments.
@@ -197,27 +206,31 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return the classes ``[N]``.
+        """Return the predicted classes ``[N]``.
 
         Args:
-            X: numbers ``[N, p]``.
-            groups: group of each row ``[N]``. A row uses the model of its group, if the method trains one model per
-                group. Rows of unknown groups, and all rows without groups, use the global model.
+            X: array of numbers ``[N, p]``.
+            groups: group that each row belongs to ``[N]``. If the method trains one model per group, a row is predicted
+                by the model of its group. Rows of unknown groups, and all rows if no groups are given, are predicted by
+                the global model.
         """
         best = self._scores(X, groups).argmax(1)
         return np.asarray(self.classes_[best])
 
     def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return probabilities ``[N, C]`` in the order of ``classes_``. Arguments as `predict`."""
+        """Return predicted probabilities ``[N, C]``, with the classes in the order of ``classes_``.
+
+        The arguments are those of `predict`.
+        """
         return self._scores(X, groups)
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
-        """Return the accuracy of `predict`, which receives the groups."""
+        """Return the accuracy of the predictions. The groups are passed to `predict`."""
         return float(accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
-    """Regressor that is trained by federated learning, with the groups as clients.
+    """Regressor trained by federated learning. The groups are the clients.
 
     The arguments are described in `FederatedClassifier`.
 
@@ -225,7 +238,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
     """
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
-        """Train on numbers ``[N, p]`` and ``[N]`` (see `FederatedClassifier.fit`)."""
+        """Train on features ``[N, p]`` and a numeric target ``[N]`` (see `FederatedClassifier.fit`)."""
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         y = np.asarray(y, np.float64)
         centre, unit = float(y.mean()), float(y.std()) or 1.0
@@ -234,11 +247,11 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return values ``[N]`` (see `FederatedClassifier.predict` for the groups)."""
+        """Return predicted values ``[N]`` (see `FederatedClassifier.predict` for the groups)."""
         return self._scores(X, groups)[:, 0]
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
-        """Return the R2 of `predict`, which receives the groups."""
+        """Return the R2 of the predictions. The groups are passed to `predict`."""
         return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
@@ -257,7 +270,7 @@ def _labels(what: str, values: ArrayLike, rows: int) -> Some:
     """Return one label per row.
 
     Raises:
-        DataError: a row has no label.
+        DataError: some row has no label.
     """
     labels = _groups(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if is_absent(label)]:

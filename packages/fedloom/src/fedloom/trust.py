@@ -1,6 +1,7 @@
-"""Trust in user code: a file alone never causes Python's own code or another user's code to run.
+"""Trust in user code: merely opening a file never runs code of the standard library or of another user.
 
-A person vouches for import paths, with ``--trust`` or ``trust=True``. Nobody can vouch for the standard library.
+A person can vouch for another user's code, with ``--trust`` or ``trust=True``. Nobody can vouch for the standard
+library.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ IMPORT_PATH_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 OWN_PACKAGES = {"fedloom", "fedloom_clinic", "fedloom_sites", "fedloom_studies"}
 """Top-level packages of this distribution."""
 NO_CODE = ("name", "label")
-"""Keys of an experiment file whose values never name code."""
+"""Keys of an experiment file whose values never refer to code."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-"""Folders of installed packages."""
+"""Folders in which Python installs packages."""
 
 _vouched: set[str] = set()
 
@@ -43,7 +44,7 @@ def is_path(name: object) -> bool:
 
 @contextmanager
 def here() -> Iterator[None]:
-    """Within the block, search the current directory last for modules."""
+    """Append the current directory to the module search path within the block."""
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))
     try:
@@ -53,7 +54,7 @@ def here() -> Iterator[None]:
 
 
 def vouch(paths: Iterable[str]) -> None:
-    """Allow this process to resolve import paths, whoever owns the code."""
+    """Allow this process to import the code at some import paths, no matter who owns the code."""
     _vouched.update(paths)
 
 
@@ -63,7 +64,7 @@ def is_vouched(path: str) -> bool:
 
 
 def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys of an experiment file with the import paths that they name."""
+    """Yield the dotted keys of an experiment file whose values are import paths, with these paths."""
     if isinstance(document, Mapping):
         of_import = document.get("kind") == "import"
         for name, value in document.items():
@@ -77,15 +78,15 @@ def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Ite
 
 
 def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -> None:
-    """Raise if a document that belongs to another user names user code.
+    """Raise if a document that belongs to another user refers to user code.
 
     Args:
         document: content of an experiment file or of a run directory.
-        file: file that contains the document.
-        trust: True to vouch for the document's import paths instead of raising.
+        file: file from which the document was read.
+        trust: True to vouch for the import paths in the document instead of raising.
 
     Raises:
-        ConfigError: the file, or its folder, belongs to another user. The message lists all import paths.
+        ConfigError: the file or its folder belongs to another user. The message lists all import paths in the document.
     """
     named = list(paths_in(document))
     if trust:
@@ -103,14 +104,15 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
 
 
 def check_module(path: str, what: str) -> None:
-    """Raise if the module of an import path must not be imported.
+    """Raise if the module that an import path names must not be imported.
 
     Args:
         path: ``package.module:Name``.
-        what: the part, and the file that names the part, for the message.
+        what: description of the part and of the file that names it, used in the message.
 
     Raises:
-        ConfigError: the module belongs to the standard library, or is another user's file that nobody vouched for.
+        ConfigError: the module belongs to the standard library, or its file belongs to another user and nobody vouched
+            for it.
     """
     module = path.partition(":")[0]
     if is_standard(module) or module.rpartition(".")[2] == "__main__":
@@ -137,10 +139,10 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Raise if a part is a module, class, function or method of Python itself, by whichever path it was found.
+    """Raise if an object is a module, class, function or method of Python itself, whatever path led to it.
 
     Raises:
-        ConfigError: the part is such an object.
+        ConfigError: the object belongs to Python itself.
     """
     while isinstance(part, functools.partial | functools.partialmethod):
         part = part.func
@@ -155,10 +157,10 @@ def check_part(part: object, path: str, what: str) -> None:
 
 
 def check_maker(path: str, what: str) -> None:
-    """Raise if a call would pass values from a file to a function of an installed package.
+    """Raise if calling the object at an import path would pass values from a file to code of an installed package.
 
     Raises:
-        ConfigError: the function belongs to an installed package or to fedloom, and nobody vouched for it.
+        ConfigError: the code belongs to an installed package or to fedloom, and nobody vouched for it.
     """
     module = path.partition(":")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -181,15 +183,15 @@ def is_standard(module: str) -> bool:
 
 
 def is_installed(file: Path) -> bool:
-    """Return True if a file, after following links, belongs to an installed package or to the standard library."""
+    """Return True if a file belongs to an installed package or to the standard library once links are resolved."""
     kinds = ("purelib", "platlib", "stdlib")
     return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
 
 
 def find_other_owner(path: Path) -> str:
-    """Return the owner of a file, folder or link target, or "" if the owner is this user or root.
+    """Return the owner of a path, or "" if the owner is this user or root.
 
-    The result is "" for files of this user and of root.
+    The owners of the path, of its target if it is a link, and of their parent folders are checked.
     """
     for place in (path, path.resolve()):
         for one in (place, place.parent):
@@ -225,7 +227,7 @@ def _is_in_library(file: Path) -> bool:
 
 
 def _place(path: str) -> str:
-    """Return the file that an import path would run, or None if this cannot be determined without running code."""
+    """Return the file that an import path would run, or a text that says why there is no such file."""
     module = path.partition(":")[0]
     first = module.partition(".")[0]
     if is_standard(module):

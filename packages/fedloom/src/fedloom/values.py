@@ -1,4 +1,7 @@
-"""Value: the frozen, validated base class of all user choices, and the conversion from tables of a TOML file."""
+"""Value: the frozen, validated base class of all choices that users make.
+
+Tables of a TOML file are converted to values.
+"""
 
 from __future__ import annotations
 
@@ -28,36 +31,40 @@ from fedloom.options import ARGS_HEADING, Face
 
 T = TypeVar("T")
 NUMBER_ERRORS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
-"""Kinds of numbers in a pydantic schema, and the error raised for a non-number."""
+"""Kinds of numbers in a pydantic schema, with the error that is raised if an input is not such a number."""
 MAX_INTEGER = 2**63 - 1
-"""Largest integer that a tensor or a TOML file can store."""
+"""Largest integer that both a tensor and a TOML file can store."""
 FACTOR_PATTERN = r"(\d+\.?\d*|\.\d+)x"
-"""Pattern of a multiple of a derived value, such as 2x or 0.5x."""
+"""Pattern that recognizes a multiple of a derived default, such as 2x or 0.5x."""
 VALIDATOR_PATTERN = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
-"""Pattern of parts of an error location that do not name a key."""
+"""Pattern of those parts of an error's location that are not keys."""
 IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys_schema")
-"""Keys of a pydantic schema that are not schemas of values. Keys are text in every file."""
+"""Keys of a pydantic schema under which there are no schemas of values. ``keys_schema`` is among them because keys are
+text in every file."""
 
 
 class Value(BaseModel, metaclass=Face):
-    """Frozen value: unknown fields, wrong types and values out of range are rejected when the value is created.
+    """Frozen set of options. Unknown fields, wrong types and values out of range are rejected on creation.
 
     Raises:
         InvalidValue: an option is invalid. The message lists every invalid option with its name, expected value and
             given value.
 
-    A user-written class is identified by its import path, which is its ``kind`` in every file.
+    A class written by a user is identified by its import path, which is its ``kind`` in every file.
     """
 
     free: ClassVar[tuple[str, ...]] = ()
     """Fields that never change the numeric results of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that only have an effect together with another field: the name of the other field and its required values.
+    """Fields that only have an effect together with another field. Each field is mapped to the other field's name and
+    required values.
 
-    If no values are listed, any value except the default is sufficient. The other field may be a key of ``[local]``,
-    such as "local.weight_decay". A run receives a note if such a field is set but has no effect."""
+    If no values are listed, the other field may have any value except its default. The other field may be a key of
+    ``[local]``, such as "local.weight_decay". A note is added to the run's result if such a field is set but has no
+    effect."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names that papers use for fields, mapped to the fields. These names are accepted too."""
+    """Other names that papers use for the fields, mapped to the names of the fields. A caller may use these names
+    too."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -102,7 +109,7 @@ class Value(BaseModel, metaclass=Face):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """Return a copy of the value, validated if any fields change. `copy.replace` calls this."""
+        """Return a copy of the value, validated if any fields change. `copy.replace` calls this method."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
@@ -135,17 +142,17 @@ class Value(BaseModel, metaclass=Face):
 
 
 def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", base: type | None = None) -> T:
-    """Return a registry entry by name, or a user-written class by its import path.
+    """Return an entry of a registry by name, or a class written by a user by its import path.
 
     Args:
-        what: kind of choice, used in the message.
+        what: kind of choice, such as a sampler, used in the message.
         registry: entries by name.
-        name: key in the registry, or ``package.module:Class`` if a base is given.
-        where: file and table, used in the message.
-        base: base class of user-written classes. None: only the registry is allowed.
+        name: key in the registry, or ``package.module:Class`` if a base class is given.
+        where: file and table that contain the name, used in the message.
+        base: base class that a class written by a user must have. If None, only names in the registry are allowed.
 
     Raises:
-        ConfigError: the name is not registered (the message suggests the nearest valid name), or the path does not name
+        ConfigError: the name is not registered (the message suggests the closest valid name), or the path does not name
             a suitable class.
     """
     if isinstance(name, str) and name in registry:
@@ -157,19 +164,22 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
 
 
 TYPE_NAMES: Mapping[type, str] = {bool: "True or False", str: "text", type(None): "None"}
-"""Names of types, for messages."""
+"""Names of types, as messages show them."""
 
 
 def has_type(value: object, *kinds: type) -> bool:
-    """Return True if a caller's value is an instance of one of these types, whatever its annotation promises."""
+    """Return True if the value that a caller passed is an instance of one of these types.
+
+    Annotations do not guarantee this.
+    """
     return isinstance(value, kinds)
 
 
 def check_type(what: str, value: object, *kinds: type) -> None:
-    """Raise if a caller's value is not an instance of one of these types.
+    """Raise if the value that a caller passed is not an instance of one of these types.
 
     Raises:
-        ConfigError: the value has another type. The message names the types.
+        ConfigError: the value has another type. The message names the accepted types.
     """
     if not isinstance(value, kinds):
         names = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
@@ -188,6 +198,8 @@ def list_functions(value: object, rule: str) -> list[Any]:
         functions = [None]
     if not all(map(callable, functions)):
         raise ConfigError(f"{rule}, as [print], got {value!r:.200}")
+    if idle := [f for f in functions if inspect.iscoroutinefunction(f) or inspect.isgeneratorfunction(f)]:
+        raise ConfigError(f"{rule}, but a call of {idle[0].__name__} runs no code. Use def without async and yield")
     return functions
 
 
@@ -201,9 +213,9 @@ def make_kind(
     base: type,
     hint: Hint = no_hint,
 ) -> T:
-    """Return the value that a table describes.
+    """Return the value that a table of a file describes.
 
-    Its ``kind`` selects the class: a name in the registry, or an import path.
+    The table's ``kind`` selects the class by its name in the registry or by its import path.
 
     Raises:
         ConfigError: `choose` or `make` rejects the table.
@@ -219,14 +231,14 @@ def make(
     fields: Mapping[str, object],
     hint: Hint = no_hint,
 ) -> T:
-    """Return ``make_value(**options)``. pydantic's errors are turned into sentences.
+    """Return ``make_value(**options)``, and convert pydantic's errors to sentences.
 
     Args:
-        make_value: class of the value, or a preset.
-        options: keys of the table.
-        where: file and table, used in the message.
-        fields: allowed keys.
-        hint: function that says where other keys belong.
+        make_value: class of the value, or function that returns a preset.
+        options: keys and values of the table.
+        where: file and table that contain the options, used in the message.
+        fields: keys that are allowed.
+        hint: function that says where a key belongs that is not allowed here.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong or a value is out of range.
@@ -245,16 +257,16 @@ def make(
 
 
 def _unaliased(options: Mapping[str, object], kind: object) -> dict[str, object]:
-    """Return options keyed by the names of their fields.
+    """Return options under the names of their fields, with other names replaced.
 
-    If an alias is given together with its field, it is kept and rejected later.
+    If an option is given under both its field's name and another name, both are kept, and the value is rejected later.
     """
     aliases: Mapping[str, str] = getattr(kind, "aliases", {})
     return {key if aliases.get(key, key) in options else aliases.get(key, key): value for key, value in options.items()}
 
 
 def kind_of(value: Value) -> str:
-    """Return the name of a value's class in files."""
+    """Return the name by which files refer to the class of a value."""
     return str(getattr(value, "kind", type(value).__name__))
 
 
@@ -265,10 +277,10 @@ def fields_of(value: Any) -> Mapping[str, Any]:
 
 
 def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
-    """Return a value unchanged if it is a TOML table.
+    """Return a value unchanged if it is a table in the sense of TOML.
 
     Raises:
-        ConfigError: the value is not a table. ``cure`` is the end of the message.
+        ConfigError: the value is not a table. ``cure`` is the end of the message, which says what to do.
     """
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a table, got {options!r}{cure and '; '}{cure}")
@@ -281,7 +293,10 @@ def dump(value: BaseModel, **first: object) -> dict[str, Any]:
 
 
 def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
-    """Return a document as a flat dictionary with dotted keys. A method's table is named by the method's label."""
+    """Return a document as a dictionary without nesting, whose keys are dotted.
+
+    The table of a method is named by the method's label.
+    """
     entries: dict[str, Any] = {}
     for key, value in document.items():
         inner = {}
@@ -294,7 +309,7 @@ def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
 
 
 def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Return the first key in which two documents with dotted keys differ, or "" if they are equal."""
+    """Return the first key at which two documents with dotted keys differ, or "" if the documents are equal."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(d[key], default=str) if key in d else "not set" for d in (before, now))
@@ -303,7 +318,7 @@ def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> 
 
 
 def _exact(schema: object, owner: type) -> Any:
-    """Return the schema of ``owner`` with conversions between text, booleans and numbers disabled."""
+    """Return the schema of ``owner`` after disabling conversions between text, booleans and numbers."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_exact(item, owner) for item in schema)
     if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:
@@ -319,7 +334,7 @@ def _exact(schema: object, owner: type) -> Any:
 
 
 def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> Any:
-    """Return a number unchanged.
+    """Return a number unchanged, and reject anything else.
 
     Raises:
         PydanticKnownError: the value is text or a boolean (from Python or an array), or is too large for a tensor.
@@ -332,7 +347,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> A
 
 
 def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
-    """Return the validated value of an option with a derived default: "2x" is twice the derived value, "1x" is None."""
+    """Return the validated value of an option with a derived default. "2x" is kept, and "1x" becomes None."""
     factor = 1.0 if value is None else factor_of(value)
     if factor:
         return None if factor == 1 else value
@@ -345,12 +360,12 @@ def or_derived(value: object, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 def factor_of(value: object) -> float | None:
-    """Return the number in "2x", or None for anything else."""
+    """Return the number in a text such as "2x", or None for anything else."""
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR_PATTERN, value) else None
 
 
 MAX_DESCRIPTION_CHARS = 120
-"""Largest length of a description that a message repeats in full."""
+"""Maximum length of a description that a message repeats in full."""
 
 
 def _show_value(value: object) -> str:
@@ -367,16 +382,16 @@ def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the location of an error, without pydantic's validators and union types in its path."""
+    """Return the location of an error, leaving out pydantic's validators and union types."""
     return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR_PATTERN, str(part)))
 
 
 def _sentence(
     choices: Sequence[ErrorDetails], place: tuple[int | str, ...], where: str, fields: Mapping[str, object]
 ) -> str:
-    """Return a description of the value expected at a location and of the given value.
+    """Return a description of the value that is expected at a location and of the value that was given.
 
-    A union type causes one error per alternative.
+    For a union type, pydantic reports one error per alternative.
     """
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))
@@ -396,12 +411,12 @@ def _sentence(
 
 
 def _words_of(error: ErrorDetails) -> list[str]:
-    """Return the text values that an option allows."""
+    """Return the texts that an option allows as values."""
     return re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
 
 
 def _shortened(description: str) -> str:
-    """Return the part of an option's long description before the first colon or semicolon."""
+    """Return the part of an option's long description that precedes the first colon or semicolon."""
     return description if len(description) <= MAX_DESCRIPTION_CHARS else re.split("[:;]", description)[0]
 
 

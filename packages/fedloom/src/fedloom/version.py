@@ -1,3 +1,3 @@
-"""Version of the release."""
+"""Version of this release."""
 
 __version__ = "0.1.0"

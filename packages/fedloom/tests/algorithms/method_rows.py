@@ -701,7 +701,11 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     "moon": {"mu": (ANY, "Li et al. 2021, Sec. 4.1: tuned in {0.1, 1, 5, 10}"), "tau": (0.5, "Sec. 4.1")},
     "fedpac": {"lam": (1.0, "Xu et al. 2023, Sec. 5.1"), "head_epochs": (1, "Sec. 5.1: one epoch")},
     "analytic-fl": {"ridge": (0.0, "He et al. 2025, Theorem 2: the regulariser is removed")},
-    "fed3r": {"ridge": (0.01, "Fani et al. 2024, experiments: 0.01"), "normalise": (True, "Sec. 4")},
+    "fed3r": {
+        "ridge": (0.01, "Fani et al. 2024, experiments: 0.01"),
+        "normalise": (True, "Sec. 4"),
+        "bias": (False, "Sec. 4"),
+    },
     "fedhip": {"ridge": (1.0, OURS), "share": (None, OURS)},
     "fedproto": {"lam": (1.0, "Tan et al. 2022, Sec. 5.1")},
     "cfl": {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from method_rows import gradient_mapping
 from torch import Tensor
 
 from fedloom.algorithms import (
@@ -29,7 +30,6 @@ from fedloom.algorithms import (
     encodings,
 )
 from fedloom.algorithms._base import Algorithm
-from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.choose.weighers import SamplesWeigher
 from fedloom.errors import ConfigError
 from fedloom.local import LocalSGD

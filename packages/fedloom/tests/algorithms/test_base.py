@@ -6,6 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
+from method_rows import gradient_mapping
 from pydantic import Field
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from fedloom.algorithms import (
     upload_type,
 )
 from fedloom.algorithms._messages import base_of, download_type
-from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher
 from fedloom.errors import ConfigError

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from method_rows import gradient_mapping
 from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
 from fedloom.algorithms import FLAME, PFedMe
-from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.rows.proxes import L1, Nuclear, Prox

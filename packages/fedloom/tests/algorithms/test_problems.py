@@ -86,7 +86,7 @@ def test_pooled_moved_and_cast() -> None:
     p = Problem.random(0, weights="samples")
     x = p.x0
     equal(p.pooled().gradient(x)[0], (p.alpha * p.gradient(x)).sum(0))
-    equal(p.moved(torch.ones(7)).gradient(x + 1), p.gradient(x))
+    equal(p.shift(torch.ones(7)).gradient(x + 1), p.gradient(x))
     assert p.to(torch.float32).oracle().dtype == torch.float32
     assert len(set(p.sizes.tolist())) > 2
 

@@ -21,7 +21,7 @@ from fedloom.choose import (
     SizeWeighted,
     Uniform,
 )
-from fedloom.choose.samplers._base import some
+from fedloom.choose.samplers._base import draw_distinct
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
@@ -326,4 +326,4 @@ def test_a_client_reports_the_loss_of_its_last_batch() -> None:
 def test_some_are_the_first_of_a_permutation(n: int, k: int) -> None:
     for seed in range(3):
         wanted = torch.randperm(n, generator=generator(seed))[:k]
-        assert torch.equal(some(n, k, generator(seed)), wanted)
+        assert torch.equal(draw_distinct(n, k, generator(seed)), wanted)

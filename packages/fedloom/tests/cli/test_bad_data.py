@@ -161,13 +161,13 @@ CASES = {
     "arrays with objects": npz("x.npy: contains object \\(a pickle\\), .*. Save the", x=np.array([{}], object), y=[0]),
     "arrays of text": npz("a.npz: x contains text .*, but only numbers are allowed", x=np.array([["a"]]), y=[0]),
     "arrays that do not match": npz("3 samples but 2 targets. Every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
-    "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 samples .*. Remove", x=[[np.nan]], y=[0]),
+    "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 sample .*. Remove", x=[[np.nan]], y=[0]),
     "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value; repair it, "),
     "text in a number": by_path("t.csv", b"a,b\n1,0\nx,1\n", "row 3, column 'a': expected a finite number, got 'x'; "),
     "infinite number": by_path("t.csv", b"a,b\n1,0\ninf,1\n", "row 3, column 'a': expected a finite number, got 'inf'"),
     "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions. Set task"),
-    "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2; .*repair the row"),
+    "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cell, expected 2; .*repair the row"),
     "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature. The header contains 'ab'. Check"),
     "empty table": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Name"),
@@ -363,7 +363,7 @@ def test_a_hub_name_offline(library: Any, words: str, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("partition", "words"),
     [
-        ('kind = "iid"\nclients = 5000', "5000 clients with at least 1 samples .* 1797 .*. Use fewer"),
+        ('kind = "iid"\nclients = 5000', "5000 clients with at least 1 sample .* 1797 .*. Use fewer"),
         ('kind = "dirichlet"\nclients = 600\nalpha = 0.01', "smallest client had at most 0 samples .*; raise alpha"),
         (
             'kind = "shards"\nlabels_per_client = 11',
@@ -389,6 +389,6 @@ def test_a_class_that_only_the_test_part_of_a_client_has_is_said_in_the_report(t
     warnings = json.loads((tmp_path / "out" / "summary.json").read_text())["warnings"]
     said = [w for w in warnings if "first: client 'blind', 2 test samples of class '0'" in w]
     assert said, warnings
-    assert said[0].startswith("data, seed 0: 1 clients are tested on a class that they have no training sample of")
+    assert said[0].startswith("data, seed 0: 1 client is tested on a class that they have no training sample of")
     assert "data, seed 0: 1 of 3 natural clients have no training sample and are left out" in warnings
     assert "no training sample of" in (tmp_path / "out" / "report.html").read_text()

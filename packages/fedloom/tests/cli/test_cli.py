@@ -507,7 +507,7 @@ def test_a_finished_run_has_nothing_to_do_and_json_on_standard_output(tmp_path: 
     assert "nothing to do" not in first.output
     assert "Answer: " in first.output
     again = RUNNER.invoke(app, ["run", str(file), "--out", str(out), "--json"])
-    assert f"nothing to do: all 4 runs in {out} are finished" in again.stderr
+    assert f"nothing to do, because every run in {out} is finished" in again.stderr
     found = json.loads(again.stdout)
     assert {row["method"] for row in found["results"]} == {"fedavg", "flame"}
     assert json.loads(RUNNER.invoke(app, ["describe", "flame", "--json"]).stdout)["options"].keys() >= {"rho", "lam"}

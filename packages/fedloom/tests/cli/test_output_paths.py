@@ -210,6 +210,9 @@ NEVER: dict[str, Place] = {
     "below a link that leads nowhere": lambda here, table, name: link(here / "door", "nowhere") / name,
     "a device": lambda here, table, name: "/dev/null",
     "the standard output": lambda here, table, name: "/dev/stdout",
+    "the standard output by its sign": lambda here, table, name: "-",
+    "an option": lambda here, table, name: "--trust",
+    "two lines": lambda here, table, name: here / f"a\n{name}",
 }
 OTHERS: dict[str, Place] = {
     "a text": lambda here, table, name: written(here / "precious.txt"),
@@ -253,10 +256,13 @@ def test_a_folder_that_is_not_the_commands_own_is_left_alone(option: tuple[str, 
         written(here / "plain"),
         here / "plain" / "new",
         link(here / "dangling", "nowhere"),
+        Path("-"),
+        Path("--trust"),
+        here / "a\nb",
     ):
         before = contents(here)
         said = call(*words_of(FOLDERS[option], here, place), code=2)
-        wrong_option = f"Error: Invalid value for '--data-dir': Directory '{place}' is a file."
+        wrong_option = f"Error: Invalid value for '--data-dir': Directory '{place}' "
         assert said.startswith("error: ") or (option[1] == "data_dir" and wrong_option in said), (place, said)
         assert contents(here) == before, place
 

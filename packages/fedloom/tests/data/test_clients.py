@@ -117,7 +117,7 @@ def test_what_a_reader_may_not_expect_is_noted(clients: Any, notes: list[str]) -
         ([((X, Y), (X.astype(np.uint8), Y))] * 2, "client 0, test set: features are bytes"),
         (
             [(X, Y), (np.where(np.arange(100).reshape(20, 5) == 11, np.inf, X), Y)],
-            "client 1: NaN or Inf in the features of 1 samples .first: sample 2",
+            "client 1: NaN or Inf in the features of 1 sample .first: sample 2",
         ),
         ([(X, Y), [(X[:8], Y[:8]), (X[8:], Y[8:])] * 2], "client 1 is a list of 4 batches. Pass the data set"),
         ([list(DataLoader(as_sets((X, Y)), 5))] * 2, "client 0 is a list of 4 batches"),

@@ -40,7 +40,7 @@ def federation(data: Dataset, sizes: list[int]) -> Federation:
         ({"x": torch.zeros(12, 2).index_fill_(0, torch.tensor([4]), math.inf)}, "first: sample 4"),
         ({"x": torch.zeros(0, 2), "y": torch.zeros(0, dtype=torch.int64)}, "no samples"),
         ({"std": torch.zeros(1)}, "std must be > 0"),
-        ({"mean": torch.zeros(2)}, "1 or 1 values"),
+        ({"mean": torch.zeros(2)}, "1 or 1 value"),
         ({"test": torch.tensor([12])}, "test set must be from 0 to 11"),
         ({"users": torch.arange(12), "user_names": ("one",)}, "users must be from 0 to 0"),
         ({"columns": {"w": torch.zeros(3, dtype=torch.int64)}, "levels": {"w": ("l",)}}, "3 codes for 12"),

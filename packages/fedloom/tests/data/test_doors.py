@@ -154,7 +154,7 @@ def test_arrow_codes_are_levels_and_unnamed_rows_are_converted_as_named_ones(tmp
     for given_rows in (features, features.to_numpy(), tmp_path / "t.npz", pa.Table.from_pandas(features)):
         found = reader.rows(spec, given_rows)
         assert torch.equal(found.x.nan_to_num(-1e9), data.x.nan_to_num(-1e9))
-        assert found.notes == ("column 'dose': 1 cells filled as in training",)
+        assert found.notes == ("column 'dose': 1 cell filled as in training",)
 
 
 def test_a_data_set_made_without_the_markers_has_the_model_s_gaps() -> None:

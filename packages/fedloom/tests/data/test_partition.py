@@ -499,7 +499,7 @@ def test_hybrid_mixes_any_two_with_a_ratio() -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        ("iid", {"clients": 601}, "601 clients with at least 1 samples each need more than the 600 samples of toy"),
+        ("iid", {"clients": 601}, "601 clients with at least 1 sample each need more than the 600 samples of toy"),
         ("iid", {"clients": 10, "min_size": 61}, "at least 61"),
         ("shards", {"labels_per_client": 6}, "labels_per_client = 6, but toy has 5 classes"),
         (

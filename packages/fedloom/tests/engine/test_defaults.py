@@ -66,7 +66,7 @@ ABOUT_WHAT_IS_WRITTEN = (
     ),  # of [attack] kind, beside no weigher
     r"FedBN keeps normalisation layers .* but the model has no normalisation layers",  # of the method, with this model
     r"(krum|multi-krum|bulyan) needs .* and f = 0\. Set aggregator='median', or take more clients",  # whatever its f
-    r"fltrust needs m >= 2, got m = 1 rows\. Set aggregator='median', or take more clients",
+    r"fltrust needs m >= 2, got m = 1 row\. Set aggregator='median', or take more clients",
 )
 
 
@@ -109,7 +109,7 @@ def test_every_partition_of_so_many_clients_runs_or_is_refused_for_what_is_writt
         (3, {"aggregator": {"kind": "krum"}}, "aggregator 'krum': f = 0, because 3 uploads are too few"),
         (6, {"aggregator": {"kind": "bulyan"}}, "aggregator 'bulyan': f = 0"),
         (8, {"aggregator": {"kind": "krum"}, "sampler": {"kind": "uniform", "clients": 4}}, "f = 0, because 4 uploads"),
-        (1, {"sampler": {"kind": "availability"}}, "sampler 'availability': period = 1, because 1 clients"),
+        (1, {"sampler": {"kind": "availability"}}, "sampler 'availability': period = 1, because 1 client"),
     ],
 )
 def test_a_default_that_is_another_one_is_noted(n: int, choices: dict[str, Any], note: str) -> None:

@@ -64,6 +64,10 @@ class Still(torch.nn.Module):
         ("ditto", Still(), {"rounds": 4, "evaluate": {"every": 2}}),
         (fl.algorithms.FedAvg(server_lr=1e-300), "softmax", {}),
         ("fedavg", "softmax", {"task": {"loss": lambda outputs, y: (0 * outputs).sum()}}),
+        *(
+            (method, "softmax", {"local": {"lr": 1e-20}})
+            for method in ("fedadmm", "flame", "fedpd", "pfedme", "fedacs")
+        ),
     ],
 )
 def test_a_run_that_changed_no_model_is_no_success(
@@ -133,6 +137,36 @@ def test_a_callback_that_fails_changes_no_number(
     (warning,) = [note for note in result.notes if "callback" in note]
     assert warning.startswith(f"callback broken failed: {type(error).__name__}")
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [warning]
+
+
+def test_a_callback_that_changes_the_state_changes_no_number(fed: Federation) -> None:
+    def spoil(state: Any) -> None:
+        state.server.x.zero_()
+
+    plain, result = (fl.simulate("fedavg", fed, rounds=3, callbacks=calls) for calls in ([], [spoil]))
+    assert torch.equal(result.models.rows("global"), plain.models.rows("global"))
+    assert result.table().equals(plain.table())
+
+
+async def wait(_state: Any) -> None:
+    """A callback whose call runs nothing."""
+
+
+def test_a_callback_whose_call_runs_nothing_is_refused(fed: Federation) -> None:
+    with pytest.raises(fl.FedloomError, match="a call of wait runs no code"):
+        fl.simulate("fedavg", fed, rounds=1, callbacks=[wait])
+
+
+def test_a_loss_that_fails_in_scoring_names_the_round_and_the_line(fed: Federation) -> None:
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        if len(y) > 64:
+            raise ValueError("too many")
+        return torch.nn.functional.cross_entropy(outputs, y)
+
+    with pytest.raises(
+        fl.errors.ClientError, match=r"scoring failed at clients .* in round 0: .*\(test_effect.py, line"
+    ):
+        fl.simulate("fedavg", fed, rounds=1, task={"loss": loss})
 
 
 def test_what_is_documented_to_end_a_run_does(fed: Federation) -> None:

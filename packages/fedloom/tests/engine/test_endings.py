@@ -111,7 +111,7 @@ def test_a_client_that_is_lost_on_its_test_part_alone_is_named_and_takes_the_bet
     result = steep(("train", "test"), outlier=True)
     assert result.status == "done"
     (note,) = [note for note in result.notes if "not finite" in note and "personal" in note]
-    assert note.startswith("the test loss of the personal model is not finite for 1 clients")
+    assert note.startswith("the test loss of the personal model is not finite for 1 client")
     assert note.endswith("[1]")
     assert result.final("personal").isnan().tolist() == [False, True]
     assert torch.equal(result.final("hybrid")[1], result.final("global")[1])
@@ -386,11 +386,13 @@ def lines(capsys: pytest.CaptureFixture[str], *events: Event, rounds: dict[str, 
 FIGURES = {5: {"global/validation/loss/mean": 0.5, "global/validation/accuracy/mean": 0.81}}
 
 
+@pytest.mark.parametrize("mean", ["mean", "weighted"])
 def test_figures_of_an_earlier_evaluation_carry_their_round(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mean: str
 ) -> None:
+    """A run under secure sums has means over samples only."""
     monkeypatch.setattr("fedloom.lab.progress.SECONDS_PER_LINE", 0.0)
-    run = Event("a", 0, 20, 5, FIGURES)
+    run = Event("a", 0, 20, 5, {5: {name.replace("mean", mean): value for name, value in FIGURES[5].items()}})
     said = lines(capsys, run, run._replace(round=7, figures={}), rounds={"a": 20})
     assert said == [
         "a, seed 0: round 5/20, global validation loss 0.5, accuracy 0.81",

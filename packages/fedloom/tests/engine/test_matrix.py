@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from fedloom.algorithms import REGISTRY, Algorithm, Kept, Mean, PresetMethod, exact_fields, upload_fields
-from fedloom.algorithms._theorems import THEOREMS
+from fedloom.algorithms._theorems import THEOREM_TABLE
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
@@ -690,7 +690,7 @@ def theorems() -> str:
         THEORY,
         "| method | theorem | needs | lost with |\n|---|---|---|---|",
     ]
-    for name, theorem in sorted(THEOREMS.items()):
+    for name, theorem in sorted(THEOREM_TABLE.items()):
         needs = f"{theorem.needs}. {theorem.defaults}".removesuffix(". ")
         lines.append(
             f"| {name} | {theorem.proves} | {needs} | {', '.join(THEOREM_EXAMPLES[kind][0] for kind in loses(name))} |"
@@ -699,7 +699,7 @@ def theorems() -> str:
 
 
 def test_a_theorem_is_lost_by_the_parts_that_a_method_takes_and_its_paper_has_not() -> None:
-    for name, theorem in THEOREMS.items():
+    for name, theorem in THEOREM_TABLE.items():
         made, lost = composed(name), set(loses(name))
         taken = {k for k, plugin in (
             ("aggregation_weights", "samples"), ("personalized_aggregation", "attention"), ("aggregator", "median"),
@@ -714,7 +714,7 @@ def test_theorems_name_the_defaults_that_miss_their_conditions(fed: Federation) 
     job, _ = make_job(
         Setting.create(composed("flame"), model=MODEL, rounds=ROUNDS, local=LOCAL, client_weights="samples"), fed
     )
-    ctx, defaults = job.ctx(1), {name: composed(name).algorithm for name in THEOREMS}
+    ctx, defaults = job.ctx(1), {name: composed(name).algorithm for name in THEOREM_TABLE}
     lam, rho = (defaults["flame"].derived(ctx)[name] for name in ("lam", "rho"))
     ratios = lam * ctx.weight.flatten().double() / rho  # lam alpha_i / rho
     assert not ((ratios <= 1) & (ratios**2 * (1 + rho) < rho * (ratios + 1) / 2)).all()

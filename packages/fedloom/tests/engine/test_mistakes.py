@@ -27,6 +27,56 @@ OLD_TARGET = {"label": "ill"}
 FRAME = pd.DataFrame({"a": X[:, 0], "ill": Y % 2, "site": Y})
 
 
+class Odd(nn.Linear):
+    """A layer with something odd after it."""
+
+    def __init__(self, odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(6, 3)
+        self.odd = odd
+        self.hidden = [nn.Linear(3, 3)] if odd is torch.sigmoid else [self]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(super().forward(x))
+
+
+class Unseeded(fl.samplers.Uniform):
+    """A sampler that draws from its own generator."""
+
+    def apply(self, state: Any, info: Any, ctx: Any) -> Any:
+        return torch.tensor([int(RNG.integers(3))]), None
+
+
+class Restless(fl.partitions.Iid):
+    """A partition that draws from its own generator."""
+
+    def draw(self, pool: Any, seed: int) -> Any:
+        return super().draw(pool, int(RNG.integers(10**6)))
+
+
+class Numpy(fl.partitions.Iid):
+    """A partition that draws from numpy's global generator."""
+
+    def draw(self, pool: Any, seed: int) -> Any:
+        return super().draw(pool, np.random.randint(10**6))  # noqa: NPY002
+
+
+class Thrown(fl.algorithms.FedAvg):
+    """A method whose server draws from torch's global generator before round 1."""
+
+    def init(self, x0: Any, ctx: Any) -> Any:
+        return super().init(x0 + torch.rand(()), ctx)
+
+
+def noisy(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A loss that draws from its own generator."""
+    return nn.functional.cross_entropy(outputs, y) * RNG.uniform(1, 2)
+
+
+def luck(outputs: torch.Tensor, y: torch.Tensor) -> float:
+    """A metric that draws from its own generator."""
+    return float(RNG.random())
+
+
 def run(method: Any = "fedavg", fed: Any = FED, **choices: Any) -> fl.simulate:
     return fl.simulate(method, fed, **{"rounds": 1, **choices})
 
@@ -106,6 +156,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "has lazy parameters (weight, bias). Call the model on a sample",
     ),
     "too few outputs": (lambda: run(model=nn.Linear(6, 2)), "must return [b, 3] for this data, got [2, 2]"),
+    "squeezed outputs": (
+        lambda: run(model=Odd(lambda x: x.squeeze())),
+        "must return [1, 3] for a single sample, got [3]",
+    ),
     "wrong inputs": (lambda: run(model=nn.Linear(5, 3)), "fails on samples of shape (6,)"),
     "a state dict": (
         lambda: run(model=nn.Linear(6, 3).state_dict()),
@@ -161,3 +215,27 @@ def test_what_works_and_is_seldom_meant_has_a_note() -> None:
     assert "the model ends with a softmax" in str(run(model=twice).notes)
     assert "softmax" not in str(run(model=nn.Linear(6, 3)).notes)
     assert "softmax" not in str(run(model=twice, task={"loss": nn.functional.nll_loss}).notes)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: run(task={"loss": noisy}), "noisy' returns different values in equal calls"),
+        (lambda: run(task={"metrics": [luck]}), "luck' returns different values in equal calls"),
+        (lambda: run(sampler=Unseeded(clients=1)), "sampler Unseeded draws different clients in equal calls"),
+        (lambda: run(Thrown()), "code at the server draws from a global generator"),
+        (lambda: Restless(clients=3)((X, Y), seed=0), "partition Restless draws differently in two calls"),
+        (lambda: run(model=Odd(lambda x: x.softmax(0))), "depend on the other samples of its batch"),
+        (lambda: run(model=Odd(lambda x: x.flip(0))), "depend on the other samples of its batch"),
+        (lambda: run(model=Odd(torch.sigmoid)), "in plain lists or dicts (hidden[0])"),
+    ],
+)
+def test_code_whose_result_depends_on_what_it_should_not_has_a_note(make: Callable[[], Any], words: str) -> None:
+    assert words in str(make().notes)
+
+
+def test_code_that_draws_from_global_generators_alone_is_seeded() -> None:
+    assert run(model=Odd(torch.relu)).notes == []
+    splits = [Numpy(clients=3)((X, Y), seed=0) for _ in range(2)]
+    assert splits[0].notes == splits[1].notes == ()
+    assert torch.equal(splits[0].parts["train"].index, splits[1].parts["train"].index)

@@ -595,7 +595,7 @@ def test_a_cohort_too_small_for_the_rule_is_refused_before_the_run(sampler: Samp
 
 
 def test_a_cohort_that_is_too_small_for_the_rule_is_refused_before_the_first_round(fed: Federation) -> None:
-    with pytest.raises(ConfigError, match=r"round 1 of 4 has 1 client: krum needs m >= 2 f \+ 3, got m = 1 rows"):
+    with pytest.raises(ConfigError, match=r"round 1 of 4 has 1 client: krum needs m >= 2 f \+ 3, got m = 1 row"):
         run(fed, sampler=Bernoulli(probability=0.01), aggregator=Krum(f=1))
 
 

@@ -173,7 +173,7 @@ def test_a_file_is_found_in_the_workers_own_folder(tmp_path: Path, monkeypatch: 
     (tmp_path / "worker").mkdir()
     (tmp_path / "table.csv").rename(tmp_path / "worker" / "table.csv")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "worker"))
-    assert UnitReply.of(compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))).files
+    assert UnitReply.decode(compute_unit(luggage.text, json.dumps({"label": "fedavg", "seed": 0}))).files
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_a_table_of_texts_is_predicted_by_whom_it_is_of(tmp_path: Path) -> None:
     call("run", tmp_path / "own.toml", "--out", tmp_path / "run")
     (tmp_path / "new.csv").write_text("who,words\nb,yes 3\na,no\nc,what\n")
     said = call("predict", tmp_path / "run", tmp_path / "new.csv", "--out", tmp_path / "p.csv")
-    assert "not a client of the run, so the global model predicts: 'c' (1 rows)" in said
+    assert "not a client of the run, so the global model predicts: 'c' (1 row)" in said
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert [row["model"] for row in rows] == ["b", "a", "global"]
     assert {row["prediction"] for row in rows} <= {"True", "False"}

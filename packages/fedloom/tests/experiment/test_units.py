@@ -187,6 +187,10 @@ def test_other_experiments_and_folders_do_not_merge(tmp_path: Path) -> None:
         merge([tmp_path / "a", tmp_path], tmp_path / "out")
     with pytest.raises(RunDirError, match="is not empty"):
         merge([tmp_path / "a"], tmp_path / "b")
+    (tmp_path / "link").symlink_to("a")
+    for twice in (tmp_path / "b" / ".." / "a", tmp_path / "link"):
+        with pytest.raises(RunDirError, match="is the same directory as another one"):
+            merge([tmp_path / "a", twice], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -20,8 +20,8 @@ from fedloom import load, metrics, open_run, partitions
 from fedloom.algorithms import Delta, FedAvg, Kept, Mean, Model
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.data import Source
-from fedloom.data.partitions._base import Draw
 from fedloom.data.partitions.deal import Dealt
+from fedloom.data.partitions.pools import Draw
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
@@ -425,7 +425,7 @@ class _Picky(nn.Linear):
 def test_a_model_or_a_diagnosis_that_fails_is_blamed_too() -> None:
     fed = partitions.iid(clients=3)(load("digits"))
     with pytest.raises(
-        CodeError, match=r"model Import failed in round 0: ValueError: too many \(test_user_code.py, line"
+        CodeError, match=r"model _Picky failed in round 0: ValueError: too many \(test_user_code.py, line"
     ):
         simulate(FedAvg(), fed, Import(path=f"{__name__}:_Picky"), rounds=1)
     with pytest.raises(CodeError, match="method Broken failed in the diagnostics of round 0: KeyError"):

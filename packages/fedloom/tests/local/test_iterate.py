@@ -169,7 +169,7 @@ def test_loops_nest(oracle: Any) -> None:
 
 def test_work_of_some_clients_leaves_the_whole_alone(oracle: Any) -> None:
     work = make_work(oracle, LocalSGD())
-    some, later = work.take(torch.tensor([2, 0])), work.at(7)
+    some, later = work.take(torch.tensor([2, 0])), work.move_to_step(7)
     assert (some.ids.tolist(), some.m, later.k) == ([2, 0], 2, 7)
     assert (work.ids.tolist(), work.m, work.k, some.k) == ([0, 1, 2, 3], 4, 0, 0)
     assert torch.equal(some.steps, work.steps[[2, 0]])

@@ -114,7 +114,7 @@ def test_kept_states_go_on_where_they_stopped(name: str) -> None:
     for _ in range(2):
         work = Work(oracle, torch.arange(M), torch.full((M, 1), 1 / M), local, memory=memory)
         w = descend(w, work)
-        memory = memory.of(memory.rows)
+        memory = memory.replace_rows(memory.rows)
     share = torch.full((M, 1), 1 / M)
     whole = descend(problem.start, Work(oracle, torch.arange(M), share, local.with_(steps=6)))
     torch.testing.assert_close(w, whole, rtol=0.0, atol=1e-12)
@@ -194,7 +194,8 @@ class Odd(torch.optim.SGD):
         ({"optimizer": "adma"}, "did you mean 'adam'"),
         ({"optimizer": "torch.optim:Adm"}, "did you mean 'Adam'"),
         ({"optimizer": nn.Linear}, "must be a subclass of torch.optim.*Optimizer"),
-        ({"optimizer": "adam", "momentum": 0.9}, "momentum can be used only with plain sgd"),
+        ({"optimizer": "adam", "momentum": 0.9}, "only with plain sgd, and not with 'adam'. Leave momentum out"),
+        ({"optimizer": "torch.optim:RMSprop", "momentum": 0.9}, "Set momentum in optimizer_options"),
         ({"optimizer_state": "persistent"}, "can be used only with optimizers other than plain sgd. Name"),
         ({"optimizer_options": {"nesterov": True}}, "can be used only with optimizers other than plain sgd. Name"),
         ({"optimizer": "adam", "optimizer_options": {"lr": 1.0}}, r"lr is a key of \[local\]"),

@@ -87,7 +87,7 @@ def states(watch: bool) -> tuple[Any, list[MeasuredWorkers]]:
     with clients_of(job) as clients:
         state = initial_state(job, server)
         for _ in range(3):
-            through = clients.through(lambda workers: seen.append(MeasuredWorkers(workers)) or seen[-1])
+            through = clients.wrap_workers(lambda workers: seen.append(MeasuredWorkers(workers)) or seen[-1])
             state, _ = run_round(job, through if watch else clients, state)
     return state.server, seen
 

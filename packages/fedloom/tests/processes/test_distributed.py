@@ -453,7 +453,7 @@ class Several:
         for tensors, source, target in moves:
             self.moved += [(source, target)] * len(tensors[0])
 
-    def any(self, *flags: bool) -> list[bool]:
+    def combine_flags(self, *flags: bool) -> list[bool]:
         return list(flags)
 
     def share(self, value: Any) -> Any:

@@ -12,9 +12,11 @@ from functools import cache
 
 import numpy as np
 import pytest
+from scipy.special import expit, logit, stdtrit
 from scipy.stats import norm
 
-from fedloom.lab.report.comparison.by_patient import interval
+from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
+from fedloom.lab.report.comparison.by_patient import MIN_CLASS_SAMPLES, delong
 from fedloom.lab.report.patients import Predicted
 
 Draw = Callable[[np.random.Generator, int], Predicted]
@@ -88,13 +90,48 @@ FIGURES: dict[str, tuple[str, Draw, Callable[[], float]]] = {
 }
 
 
+SHARE_METRICS = ("auroc", "accuracy", "c_index")
+"""Metrics from 0 to 1, whose intervals are computed on the logit scale."""
+
+
+def estimate_interval(metric: str, samples: Predicted, level: float = 0.95) -> tuple[float, float, float]:
+    """Return a metric of one model, and the lower and upper ends of its interval.
+
+    All three are NaN without an interval.
+
+    The interval is based on Student's t with one degree of freedom fewer than subjects, on the logit scale for shares.
+
+    Args:
+        metric: ``auroc``, or one of the `BOOTSTRAP_METRICS`.
+        samples: predictions of one model, with the subject of each sample if subjects have several samples.
+        level: probability with which the interval covers the metric of the population.
+    """
+    subjects = samples.count()
+    if metric == "auroc":
+        some = [samples.count(samples.target == k) for k in (0, 1)]
+        if min(some) < MIN_CLASS_SAMPLES:
+            return math.nan, math.nan, math.nan
+        areas, variance = delong(samples.prediction[None], samples.target, samples.units)
+        value, se = float(areas[0]), math.sqrt(max(0.0, float(variance[0, 0])))
+    else:
+        value = float(weighted_metric(metric, np.ones((1, len(samples.target))), samples)[0])
+        se = standard_error(metric, samples)
+    if not se > 0 or subjects < 2:
+        return value, math.nan, math.nan
+    width = float(stdtrit(subjects - 1, 0.5 + level / 2)) * se
+    if metric in SHARE_METRICS and 0 < value < 1:
+        centre, half = logit(value), width / (value * (1 - value))
+        return value, float(expit(centre - half)), float(expit(centre + half))
+    return value, value - width, value + width
+
+
 def coverage(figure: str, subjects: int, sets: int, *, known: bool = True) -> float:
     """The share of sets whose 95 % interval has the true figure; ``known``: whether the subjects are."""
     metric, draw, truth = FIGURES[figure]
     rng, held = np.random.default_rng([sets, subjects, len(figure)]), 0
     for _ in range(sets):
         samples = draw(rng, subjects)
-        _, low, high = interval(metric, samples if known else samples._replace(subject=None))
+        _, low, high = estimate_interval(metric, samples if known else samples._replace(subject=None))
         held += low <= truth() <= high
     return held / sets
 
@@ -128,9 +165,11 @@ def test_a_subject_of_one_row_changes_no_interval() -> None:
     for metric, draw, _ in FIGURES.values():
         samples = draw(rng, 60)
         alone = samples._replace(subject=rng.permutation(len(samples.target)))
-        assert interval(metric, alone)[:1] == interval(metric, alone._replace(subject=None))[:1]
+        assert estimate_interval(metric, alone)[:1] == estimate_interval(metric, alone._replace(subject=None))[:1]
         if metric == "auroc":
-            np.testing.assert_allclose(interval(metric, alone), interval(metric, alone._replace(subject=None)))
+            np.testing.assert_allclose(
+                estimate_interval(metric, alone), estimate_interval(metric, alone._replace(subject=None))
+            )
 
 
 def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
@@ -140,7 +179,7 @@ def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
         one = draw(rng, 80)
         one = one._replace(subject=np.arange(len(one.target)))
         three = Predicted(*(None if values is None else np.repeat(values, 3) for values in one))
-        np.testing.assert_allclose(interval(metric, three), interval(metric, one), rtol=0.01)
+        np.testing.assert_allclose(estimate_interval(metric, three), estimate_interval(metric, one), rtol=0.01)
 
 
 if __name__ == "__main__":

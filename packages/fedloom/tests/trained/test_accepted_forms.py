@@ -191,7 +191,7 @@ def test_bytes_with_noise_of_a_partition_were_bytes() -> None:
 
 CURE = re.compile(
     r"(numpy\.moveaxis\(x, -1, 1\)|\(x \* 255\)\.round\(\)\.astype\('uint8'\)|x\.astype\('\w+'\)|x\.clip\(0, 1\)|"
-    r"x / \d+)"
+    r"x / \d+|x\[None\]|x\.reshape\([-\d, ]+\))"
 )
 
 
@@ -209,6 +209,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; pass floats: x divided"),
     "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed the range by rounding"),
     "a rounding below 0": (FLOATS - np.float32(1e-7) * (FLOATS == 0), r"from -1.00000001e-07 to 1; they exceed"),
+    "flat": (BYTES.reshape(48, -1), "samples have shape 60, but the model takes 3x5x4. If the order of the values"),
     "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. The channels are last"),
 }
 
@@ -219,7 +220,7 @@ def test_other_numbers_are_refused_with_a_cure_that_works(case: str, of_bytes: M
     with pytest.raises(DataError, match=words) as error:
         of_bytes.predict(given)
     np.testing.assert_allclose(of_bytes.predict_proba(cured(error, given)), of_bytes.predict_proba(BYTES), atol=5e-3)
-    if case != "channels last":  # of which fl.Dataset.create asks
+    if case not in ("channels last", "flat"):  # of which fl.Dataset.create asks
         for entrance in (of_bytes.model("global").score, of_bytes.adapt):
             with pytest.raises(DataError, match=words) as error:
                 entrance((given, Y))  # type: ignore[operator]
@@ -305,9 +306,58 @@ def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
         one.scores(torch.from_numpy(BYTES).long())
 
 
-def test_whole_numbers_go_to_a_model_of_floats_as_in_training(of_floats: Models) -> None:
-    whole = BYTES.astype(np.int32)
-    np.testing.assert_array_equal(of_floats.predict_proba(whole), of_floats.predict_proba(LARGE))
+@pytest.mark.parametrize("given", [BYTES.astype(np.int32), BYTES.astype(np.uint16) * 257, BYTES > 128])
+def test_integers_are_accepted_by_a_model_of_integers_only(given: Any, of_floats: Models) -> None:
+    """Floats from 0 to 1 may have come from them, which no one knows."""
+    with pytest.raises(DataError, match=r"samples are \w+, but the model was trained on floats") as error:
+        of_floats.predict(given)
+    assert len(of_floats.predict(cured(error, given))) == 48
+    models = trained((given, Y))
+    np.testing.assert_array_equal(models.predict_proba(given), models.predict_proba(given.astype(np.float32)))
+
+
+def test_pictures_and_arrays_in_a_list_are_read_as_by_a_torch_data_set() -> None:
+    """A palette was read as gray levels, and bytes beside floats from 0 to 1 as floats up to 255."""
+    palette = [picture.convert("P") for picture in pictures()]
+    want = fl.Dataset.create(Samples(lambda i: (palette[i], int(Y[i]))))
+    for given in ((palette, Y), {"x": palette, "y": Y}, {"train": (palette, Y)}):
+        assert torch.equal(fl.Dataset.create(given).x, want.x)
+    assert torch.equal(fl.Dataset.create(pictures(), Y).x, torch.from_numpy(BYTES))
+    for first, second in ((BYTES, FLOATS), (torch.from_numpy(BYTES), torch.from_numpy(FLOATS))):
+        mixed = [*first[:1], *second[1:]]
+        with pytest.raises(DataError, match=r"sample 0 is bytes \(uint8\), but sample 1 is"):
+            fl.Dataset.create((mixed, Y))
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float32", "int32"])
+def test_pictures_of_more_than_8_bits_are_refused_where_bytes_are_read(kind: str, tmp_path: Path) -> None:
+    """Pillow clips them: 16 bits became nearly white, and floats from 0 to 1 black."""
+    pixels = BYTES[0, 0].astype(kind) * {"uint16": 257, "float32": 1 / 255, "int32": 257}[kind]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(pixels.astype(kind)).save(tmp_path / folder / "0.tif")
+    with pytest.raises(DataError, match=r"0.tif: has more than 8 bits per pixel .* Convert the images to 8 bits"):
+        fl.load(tmp_path)
+    converted = np.uint8(np.asarray(Image.open(tmp_path / "a" / "0.tif")) / pixels.max() * 255)
+    for folder in ("a", "b"):
+        Image.fromarray(converted).save(tmp_path / folder / "0.tif")
+    assert abs(fl.load(tmp_path).x[0, 0].int() - torch.from_numpy(BYTES[0, 0]).int()).max() <= 1
+
+
+def test_the_byte_order_of_a_file_changes_nothing(of_bytes: Models, tmp_path: Path) -> None:
+    data = fl.load(saved(tmp_path, x=FLOATS.astype(">f4"), y=Y.astype(">i8")))
+    assert of_bytes.model("global").score(data) == of_bytes.model("global").score((FLOATS, Y))
+    ff = pytest.importorskip("fedloom_sites.flower")
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(60, 2))
+    read = ff.Local(model, (FLOATS.astype(">f4"), Y.astype(">i8"))).read().fed.data
+    assert torch.equal(read.x.flatten(1), torch.from_numpy(FLOATS).flatten(1))
+    columns = FLOATS.reshape(48, -1)
+    fitted = fl.sklearn.FederatedClassifier(rounds=1).fit(columns, Y)
+    np.testing.assert_array_equal(fitted.predict(columns.astype(">f4")), fitted.predict(columns))
+    tokens = np.arange(96).reshape(48, 2) % 5 + 1
+    fed = fl.partitions.iid(clients=2)(fl.Dataset.create((tokens.astype(">i4"), Y), vocabulary=6))
+    known = fl.simulate("fedavg", fed, "lstm", rounds=1).models
+    np.testing.assert_array_equal(known.predict_proba(tokens.astype(">i8")), known.predict_proba(tokens))
 
 
 def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Cox regression of a run: hazard ratios with intervals, and the losses caused by bins and minimum counts."""
+"""Section on the Cox regressions of a run: hazard ratios with intervals, and losses due to bins and minimum counts."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from fedloom.lab.sections import Row, Run, Section, csv_of, read_columns, scroll
 from fedloom.rundir import analysis_file
 
 COX_TEXT = "Hazard ratios per unit of a column over the rows of all clients, computed from sums only."
-HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
-NAMES = (
+COLUMN_HEADS = ("Column", "Hazard ratio", "95 % from", "to", "Coefficient", "Standard error", "p")
+COLUMN_NAMES = (
     "column", "coefficient", "standard_error", "low", "high", "p", "bound", "likelihood", "rows", "events",
     "late_lost", "rare_lost", "left_out", "bins", "least", "ties",
 )  # fmt: skip
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the regressions of some runs, or None if no run contains a regression."""
+    """Return the section on the Cox regressions of some runs, or None if the runs contain none."""
     body = cox_tables(runs)
     return Section("Cox regression", COX_TEXT, body, {"cox": cox_csv(runs)}) if body else None
 
 
 def cox_tables(runs: list[Run]) -> str:
-    """Render an HTML table for each run with a Cox regression over the rows of all clients."""
+    """Return HTML with a table for each run that contains a Cox regression over the rows of all clients."""
     text = ""
     for run in runs:
         rows = _rows(run)
         if rows:
             label = f"Cox regression{f', {run.label}' if len(runs) > 1 else ''}"
             text += f"<h3>{escape(label)}</h3><p>{escape(cox_words(rows[0]))}</p>"
-            text += scrolling(label, HEADS, [_line(row) for row in rows])
+            text += scrolling(label, COLUMN_HEADS, [_line(row) for row in rows])
     return text
 
 
 def cox_csv(runs: list[Run]) -> str:
-    """Return every column of every regression, unscaled."""
+    """Return a table with every column of every regression, without rounding."""
     lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
     return (
-        csv_of(tuple(dict.fromkeys(["run", *NAMES, *(name for line in lines for name in line)])), lines)
+        csv_of(tuple(dict.fromkeys(["run", *COLUMN_NAMES, *(name for line in lines for name in line)])), lines)
         if lines
         else ""
     )
@@ -52,13 +52,13 @@ def _rows(run: Run) -> list[dict[str, Any]]:
     path = run.path / analysis_file("cox")
     if not path.exists():
         return []
-    names = (*NAMES, "ridge") if "ridge" in pq.read_schema(path).names else NAMES
+    names = (*COLUMN_NAMES, "ridge") if "ridge" in pq.read_schema(path).names else COLUMN_NAMES
     table = read_columns(path, names)
     return [] if table is None else table.to_pylist()
 
 
 def cox_words(row: dict[str, Any]) -> str:
-    """Return a sentence about the rows of a regression and its losses."""
+    """Return a sentence about the number of rows in a regression and its losses."""
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
     )

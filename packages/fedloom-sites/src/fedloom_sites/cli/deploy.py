@@ -1,4 +1,4 @@
-"""``fedloom deploy``: an experiment at real sites, over TLS, on Flower."""
+"""``fedloom deploy``: run an experiment at real sites, with Flower over TLS."""
 
 from __future__ import annotations
 
@@ -23,18 +23,27 @@ deploy = typer.Typer(
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
 FILE_COLUMNS = 120
-"""Columns of a table written to a file or for another program."""
+"""Width in characters of a table that is written to a file or piped to another program."""
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its site.toml", show_default=False)]
+SiteCount = Annotated[
+    int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
+]
+OwnData = Annotated[
+    bool,
+    typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
+]
+Threshold = Annotated[
+    int | None,
+    typer.Option(help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"),
+]
 
 
 @deploy.command()
 def init(
     file: FileArgument,
-    sites: Annotated[
-        int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
-    ] = None,
+    sites: SiteCount = None,
     names: Annotated[
         str | None, typer.Option(help="names of the sites, separated by commas (default: site-0, site-1, ...)")
     ] = None,
@@ -73,10 +82,7 @@ def init(
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
-    own_data: Annotated[
-        bool,
-        typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
-    ] = False,
+    own_data: OwnData = False,
     fixed_data: Annotated[
         bool,
         typer.Option(
@@ -86,12 +92,7 @@ def init(
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums, and no single upload")
     ] = False,
-    threshold: Annotated[
-        int | None,
-        typer.Option(
-            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
-        ),
-    ] = None,
+    threshold: Threshold = None,
     changes: Annotated[
         int | None,
         typer.Option(
@@ -107,8 +108,8 @@ def init(
 ) -> None:
     """Write the directory of a new deployment.
 
-    It contains certificates, keys, settings, systemd units, a reverse proxy, and the five commands with which to run
-    it.
+    The directory contains certificates, keys, settings, systemd units, a reverse proxy's configuration, and the five
+    commands that run the deployment.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -153,8 +154,8 @@ def init(
         _write(plan(experiment, sites, **choice), out or Path(file.stem), place)
 
 
-@deploy.command()
-def analyze(
+@deploy.command("analyze")
+def analyze_sites(
     name: Annotated[
         str, typer.Argument(help="name of an analysis based on sums, from 'fedloom list analyses'", show_default=False)
     ],
@@ -165,34 +166,24 @@ def analyze(
     rules: Annotated[
         list[str] | None, typer.Option("--rule", help="an agreed limit, such as min_subjects=5 (may be repeated)")
     ] = None,
-    sites: Annotated[
-        int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
-    ] = None,
+    sites: SiteCount = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
     out: Annotated[
         Path | None, typer.Option(help="directory to write (default: named after the file and the analysis)")
     ] = None,
-    own_data: Annotated[
-        bool,
-        typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
-    ] = False,
+    own_data: OwnData = False,
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums")
     ] = False,
-    threshold: Annotated[
-        int | None,
-        typer.Option(
-            help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"
-        ),
-    ] = None,
+    threshold: Threshold = None,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
     """Write the directory of a deployment for one analysis.
 
     Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set and --rule. One
-    round of the file's first method is run before the analysis. To set other options of a deployment, write
-    [[analysis]] into the file and use init.
+    round of the file's first method is run before the analysis. To set other options of the deployment, add the
+    [[analysis]] table to the file and use init.
 
     Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
     """
@@ -220,7 +211,7 @@ def analyze(
 
 
 def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
-    """Write the directory of a deployment, and describe it."""
+    """Write the directory of a deployment, and print a description of it."""
     from fedloom_sites.deploy.ops.directory import write_directory
 
     write_directory(planned, folder, place)
@@ -266,13 +257,14 @@ def check(
 ) -> None:
     """Check whether a site meets the requirements before it joins.
 
-    Each finding is a sentence. The exit code is 1 if a finding means that the site cannot take part.
+    The command prints one sentence for each finding. The exit code is 1 if a finding means that the site cannot take
+    part.
 
     Example: fedloom deploy check /srv/fedloom/site
     """
     with errors():
         from fedloom_sites.deploy.ops.check import check_site
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         refused = 0
         for finding in check_site(read_site(site / "site.toml"), offline=offline):
@@ -283,23 +275,23 @@ def check(
             raise typer.Exit(1)
 
 
-@deploy.command()
-def rehearse(
+@deploy.command("rehearse")
+def rehearse_attacks(
     site: SiteFolder,
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
 ) -> None:
     """Attack a copy of a site to see what a server could learn.
 
-    A dishonest server tries all known attacks. The table shows what information the server learned. The exit code is 1
-    if the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and no file
-    of the site is changed.
+    A simulated dishonest server tries all known attacks. The table shows what information the server learned. The exit
+    code is 1 if the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and
+    no file of the site is changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
     with errors():
         from fedloom.lab.printing import print_texts
         from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         settings = read_site(site / "site.toml")
         rows = [row.as_record() for row in play(settings)]
@@ -330,7 +322,7 @@ def local(
 ) -> None:
     """Run a deployment on this machine.
 
-    It starts the server with TLS and node keys, every site, and all rounds. Run it again to resume.
+    The command starts the server (with TLS and node keys) and every site, and runs all rounds. Run it again to resume.
 
     Example: fedloom deploy local hospitals
     """
@@ -371,7 +363,7 @@ def status(
 ) -> None:
     """Show the progress of a deployment, or the alarms of one site.
 
-    The command reads the files in the folder, during the deployment and afterwards.
+    The command reads the files in the folder, so it works both during the deployment and afterwards.
 
     Example: fedloom deploy status hospitals
     """
@@ -383,7 +375,7 @@ def status(
 
         if (folder / "site.toml").exists():
             from fedloom_sites.deploy.alarms import site_status
-            from fedloom_sites.deploy.settings import read_site
+            from fedloom_sites.deploy.setting_files import read_site
 
             here = site_status(read_site(folder / "site.toml"))
             facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
@@ -403,7 +395,7 @@ def stop(
     folder: Annotated[Path, typer.Argument(help="directory of a deployment, or its server folder", show_default=False)],
     undo: Annotated[bool, typer.Option("--undo", help="allow the next start of the server")] = False,
 ) -> None:
-    """Stop a run after its current round. Nothing is lost, and the run resumes later.
+    """Stop a run after its current round. Nothing is lost, and the run can be resumed later.
 
     Example: fedloom deploy stop hospitals
     """
@@ -429,8 +421,8 @@ def verify_log(
 ) -> None:
     """Check that no line of a log was changed, removed or inserted.
 
-    The log is audit.jsonl of a server, or sent.jsonl of a site. Note the printed digest elsewhere: only this digest
-    reveals lines that are missing at the end.
+    The log is a server's audit.jsonl or a site's sent.jsonl. Keep a copy of the printed digest elsewhere: only this
+    digest reveals that lines are missing at the end.
 
     Example: fedloom deploy verify-log hospitals
     """
@@ -438,7 +430,7 @@ def verify_log(
         from fedloom_sites.deploy.audit import SENT_FILE
         from fedloom_sites.deploy.audit import verify_log as check_log
         from fedloom_sites.deploy.ops.status import server_of
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         logs = [place]
         if (place / "site.toml").exists():

@@ -1,4 +1,4 @@
-"""``fedloom deploy`` between two runs: sites that join, approve or leave, and the server's certificate."""
+"""``fedloom deploy`` commands between two runs: sites that join, approve or leave, and the server's certificate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def renew(
     ] = None,
     days: Annotated[int, typer.Option(help="how long the certificate is valid, in days")] = 365,
 ) -> None:
-    """Create another certificate for the server.
+    """Create a new certificate for the server.
 
     It is signed by the same authority. Sites do not need a new file.
 
@@ -55,7 +55,7 @@ def add(
 ) -> None:
     """Let a site join a deployment that has already run.
 
-    A new agreement begins with the model of the last round. Every site must approve it.
+    The new agreement starts from the model of the last round. Every site must approve it.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -81,9 +81,9 @@ def add(
 
 @deploy.command()
 def upgrade(directory: Directory) -> None:
-    """Agree on the installed patch release in a running experiment.
+    """Move a running experiment to the installed patch release.
 
-    Checkpoints and the sites' state are kept. Every site installs the release and approves the new agreement.
+    Checkpoints and the sites' state are kept. Every site must then install the release and approve the new agreement.
 
     Example: fedloom deploy upgrade hospitals
     """
@@ -139,7 +139,7 @@ def _say_amendment(change: Any) -> None:
 def _say_steps(
     directory: Path, change: Any, place: Any, further: str, new_key: str = "", *, resumes: bool = True
 ) -> None:
-    """Print what to do with the folders of a change, in order.
+    """Print the steps that apply a change to an agreement, in order.
 
     Args:
         directory: folder of the deployment, or of its server.
@@ -178,13 +178,13 @@ def approve(
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    The digest identifies the run or the agreement. Without --digest, the command shows it.
+    The digest identifies the run or the agreement. Without --digest, the command prints the digest.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
     with errors():
         from fedloom_sites.deploy.ops.members import keys_digest, proposed, take
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
         from fedloom_sites.deploy.site.approval import approve as approve_run
 
         members = list[Any]()
@@ -208,9 +208,9 @@ def snapshot(
     site: SiteFolder,
     date: Annotated[str | None, typer.Option(help="date of the data, such as 2026-12-01 (default: today)")] = None,
 ) -> None:
-    """Declare a dated snapshot of a site's data, which grow over time.
+    """Declare a dated snapshot of a site's growing data.
 
-    The run of this experiment reads the snapshot, unless it has already begun with other data.
+    The run of this experiment reads the snapshot, unless the run has already begun with other data.
 
     Example: fedloom deploy snapshot /srv/fedloom/site
     """
@@ -249,7 +249,7 @@ def revoke(
 ) -> None:
     """Revoke the key of a site on the running server.
 
-    The server no longer admits its node.
+    The server then no longer admits the site's node.
 
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """

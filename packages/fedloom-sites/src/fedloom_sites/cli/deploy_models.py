@@ -65,9 +65,9 @@ def predict(
     set_threshold: SetThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Predict raw rows at a site with the site's own model.
+    """Make predictions for raw rows with the site's own model.
 
-    Rows are scaled as the site scales them.
+    The rows are scaled in the same way as the site's own data.
 
     Example: fedloom deploy predict /srv/fedloom/site new.csv
     """
@@ -98,7 +98,7 @@ def evaluate(
 ) -> None:
     """Score a site's model, or find what drives its predictions.
 
-    Rows are predicted as the site predicts them.
+    The rows are scaled and predicted in the same way as the site's own data.
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """

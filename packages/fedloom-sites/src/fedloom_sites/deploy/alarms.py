@@ -1,7 +1,8 @@
-"""Alarms of a site about refused and repeated messages from its server, in the site's log and status.
+"""Alarms of a site about rejected and repeated messages from its server, in the site's log and status.
 
-An honest server repeats a message only if an answer was lost or the site could not write to its disk, and sends a
-message that a site refuses only once. A server that probes the site does both many times. No alarm leaves the site.
+An honest server repeats a message only if an answer was lost or the site could not write to its disk, and does not keep
+sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. No
+alarm leaves the site.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
 MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for its repetition
-"""Number of refused messages that do not raise an alarm."""
+"""Maximum number of rejected messages that do not raise an alarm."""
 MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
-"""Number of answers to one message that do not raise an alarm."""
+"""Maximum number of answers to the same message that do not raise an alarm."""
 MAX_SESSIONS = 12  # a session for every site of a small run that drops out
-"""Number of sessions of secure aggregation in one round that do not raise an alarm, in addition to those for agreed
-questions."""
+"""Maximum number of secure aggregation sessions in one round that do not raise an alarm, in addition to those for
+agreed questions."""
 ALARM_ENTRY = "alarm"
-"""Kind of the log lines that contain alarms."""
+"""Value of ``what`` in the log lines that contain alarms."""
 
 
 class Alarms:
-    """Messages that a site has answered or refused in one experiment, counted in its log.
+    """Counts of the messages that a site has answered or rejected in one experiment, restored from its log.
 
     Args:
         folder: folder of the site's state in this experiment.
@@ -42,7 +43,7 @@ class Alarms:
     def note(self, line: Mapping[str, Any], reason: str) -> list[str]:
         """Count a message, and return the alarms that it raises.
 
-        An alarm is repeated each time its count has doubled.
+        An alarm is raised again each time its count has doubled.
 
         Args:
             line: log entry about the message (see `Client`).
@@ -82,7 +83,7 @@ class Alarms:
 
 
 def message_digest(head: Mapping[str, Any]) -> str:
-    """Return the digest of a message without its nonce, which stays the same if the message is repeated."""
+    """Return the digest of a message without its nonce, so that a repeated message has the same digest."""
     message = {name: value for name, value in head.items() if name != "nonce"}
     return hashlib.sha256(repr(sorted(message.items())).encode()).hexdigest()
 
@@ -120,6 +121,6 @@ def raise_alarm(log: Audit, reason: str) -> None:
 
 
 def _is_due(count: int, most: int) -> bool:
-    """Return True if a count is the first above the limit, or has doubled since the last alarm."""
+    """Return True if a count exceeds the limit for the first time, or has doubled since the last alarm."""
     quotient, rest = divmod(count, most + 1)
     return count > most and rest == 0 and quotient & (quotient - 1) == 0

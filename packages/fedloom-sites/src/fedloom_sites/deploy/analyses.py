@@ -1,8 +1,8 @@
-"""Analyses by sums at real sites: the agreement before the first question, and answers as integers.
+"""Analyses by sums at real sites: what is agreed on before the first question, and answers encoded as integers.
 
 Columns, ranges, bins and rules are defined in the agreed experiment file. A message from the server contains a question
-and the public numbers of the sites, and every site checks its own numbers. This module does not know any analysis by
-name.
+and the public numbers of all sites, and every site checks its own numbers. This module contains no code for any
+particular analysis.
 
 Each number in an answer is sent as a multiple of its step, modulo 2^64. The step is a power of two. If 64 bits are not
 enough for the range of the sum, the multiple is written as several limbs of 40 bits, and the last limb carries the
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,38 +38,40 @@ from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
 
 LIMB_BITS, MAX_LIMBS = 40, 4
-"""Number of bits per limb, and largest number of limbs per number. Sums of 100 limbs and of 100 signed last limbs fit
+"""Number of bits per limb, and maximum number of limbs per number. Sums of 100 limbs and of 100 signed last limbs fit
 into 63 bits."""
 SUM_BITS = 62
-"""Largest number of bits of a sum over all sites, including its sign, for which one limb is enough."""
+"""Maximum number of bits, including the sign, that a sum over all sites may have to fit into one limb."""
 FACT_COUNT = 2
 """Number of integers at the end of an answer: the count of clipped numbers, and the number of the site's rows."""
 DEFAULT_LEAST = 5
-"""Smallest number of subjects at a site, and in a cell there, if the agreement on an analysis contains no rules."""
+"""Minimum number of subjects at a site, and in a cell at that site, if the agreement on an analysis contains no
+rules."""
 
 
 MAX_VERDICTS = 1024
-"""Number of most recent verdicts on sets of rows that a site remembers, with the subjects of these sets."""
+"""Number of most recent decisions about sets of rows that a site remembers, with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
-"""Smallest number of subjects in which two sets must differ, regardless of the agreed smallest count."""
+"""Minimum number of subjects in which two sets must differ, regardless of the agreed minimum."""
 SUBJECT_BYTES = 8
+"""Number of bytes in the digest of a subject."""
 
 
 class TooLarge(Refused):
-    """Error: answers to a question do not fit into the limbs, for example because a step of a fit is much too long."""
+    """Error: answers to a question do not fit into the limbs, for example because a fit takes much too long a step."""
 
 
 @dataclass(frozen=True, eq=False)
 class AgreedAnalysis:
-    """Analysis on which server and sites have agreed.
+    """Analysis that the server and the sites have agreed on.
 
     Args:
         name: name of the analysis.
         analysis: the value.
         schema: columns and agreed ranges.
         clients: number of sites.
-        threshold: smallest number of sites in a sum. None without masks.
-        first: position of the analysis' flags among the bits of a site.
+        threshold: minimum number of sites in a sum. None without masks.
+        first: position of the analysis's flags in a site's bit field.
     """
 
     name: str
@@ -83,11 +85,11 @@ class AgreedAnalysis:
     def rules(self) -> Rules:
         """Rules that apply before the number of absent sites is known.
 
-        The value 1 is never taken literally (see `check_rules`).
+        A value of 1 is replaced by the default for real sites (see `check_rules`).
         """
         rules = self.analysis.rules or Rules()
         agreed = _stated_rules(rules)
-        questions = _most_questions(self.analysis)
+        questions = _limit_questions(self.analysis)
         least = rules.min_subjects if "min_subjects" in agreed else DEFAULT_LEAST
         if self.threshold is not None:
             fewest = max(MIN_SITES, rules.min_clients)
@@ -99,7 +101,7 @@ class AgreedAnalysis:
 
     @cached_property
     def before(self) -> AnalysisTerms:
-        """Terms by which a site computes its flags, without the sizes of other sites, which are not known yet."""
+        """Terms from which a site computes its flags, without the sizes of the other sites, which are not known yet."""
         return AnalysisTerms(self.schema, torch.zeros(self.clients, dtype=torch.long), self.rules)
 
     @cached_property
@@ -108,15 +110,15 @@ class AgreedAnalysis:
         return len(self.analysis.publish(empty_rows(self.schema), self.before))
 
     def publish(self, rows: ClientRows) -> int:
-        """Return the flags of a site as bits."""
+        """Return a site's flags as bits."""
         flags = self.analysis.publish(rows, self.before)
         return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
 
     def terms(self, terms: Terms) -> AnalysisTerms:
-        """Return the public facts about an analysis under the terms of its session.
+        """Return the public facts about an analysis that follow from the terms of its session.
 
         Raises:
-            FedloomError: too few sites reach the cells.
+            FedloomError: too few sites have enough subjects in the cells.
         """
         missing = self.rules.missing if self.threshold is None else len(terms.cohort) - self.threshold
         return self.public(
@@ -128,8 +130,8 @@ class AgreedAnalysis:
 
         Args:
             sizes: number of rows at each site.
-            bits: bits of the sites that are asked, by number.
-            missing: number of these sites that may be absent from a sum.
+            bits: bit fields of the requested sites, keyed by site number.
+            missing: number of these sites that may be missing from a sum.
         """
         published = tuple(
             torch.tensor([float(bits.get(c, 0) >> self.first + k & 1) for k in range(self.flags)], dtype=torch.float64)
@@ -138,16 +140,22 @@ class AgreedAnalysis:
         return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
 
     def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:
-        """Return the question of a step, if it is allowed at this step, and the bounds of an answer.
+        """Return the question of a step and the bounds of an answer, if the question is allowed at this step.
 
         Raises:
             WireError: the bytes are not a question.
-            Refused: the question does not belong to this step, the rules do not allow it, or it is one step too many.
+            Refused: the question does not belong to this step, the rules do not allow it, or the maximum number of
+                steps is exceeded.
         """
         analysis, order = self.analysis, self.analysis.order
         if step >= self.rules.questions:
             raise Broken(
                 f"the analysis {self.name} has at most {self.rules.questions} steps, so there is no step {step}"
+            )
+        if step >= len(order) and order[-1] not in analysis.retried:
+            raise Broken(
+                f"the analysis {self.name} asks each question once (a repeated question must be named in retried), so "
+                f"there is no step {step}"
             )
         question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
         if question.name != wanted:
@@ -171,11 +179,11 @@ class AgreedAnalysis:
 
 
 class AnswerForm:
-    """Form in which answers within given bounds, and sums of answers, are written as integers.
+    """Integer encoding of answers within given bounds, and of sums of answers.
 
     Args:
         bounds: bounds of one site's answer.
-        sites: largest number of sites in a sum.
+        sites: maximum number of sites in a sum.
 
     Raises:
         TooLarge: the range of a number is too large for its step.
@@ -199,7 +207,7 @@ class AnswerForm:
         self.length = int(limbs.sum()) + FACT_COUNT
 
     def encode(self, values: Tensor, clipped: int, rows: int) -> Integers:
-        """Return an answer ``[k]`` within the bounds as integers modulo 2^64."""
+        """Encode an answer ``[k]`` within the bounds as integers modulo 2^64."""
         multiples = np.rint(np.ldexp(values.numpy(), -self._exponents))
         digits = np.zeros((MAX_LIMBS, len(multiples)), dtype=np.int64)
         rest = multiples
@@ -216,14 +224,14 @@ class AnswerForm:
 
     @property
     def zeros(self) -> Integers:
-        """Zeros, which are sent in place of an answer by a site that has no answer."""
+        """Zeros that a site without an answer sends in place of an answer."""
         return np.zeros(self.length, dtype=np.uint64)
 
     def decode(self, total: Integers, sites: int) -> tuple[Tensor, int, int]:
-        """Return the sum ``[k]`` of the answers of some sites, the number of clipped values, and the number of rows.
+        """Decode the sum ``[k]`` of some sites' answers, and return it with the numbers of clipped values and of rows.
 
         Raises:
-            Broken: no answers within the bounds from this number of sites can have this sum.
+            Broken: this sum is impossible for answers within the bounds from this number of sites.
         """
         if len(total) != self.length:
             raise Broken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
@@ -248,7 +256,7 @@ class AnswerForm:
 
 
 def _scaled(multiple: int, exponent: int) -> float:
-    """Return an integer times a power of two, rounded once."""
+    """Return an integer times a power of two, rounded only once."""
     whole = float(multiple)
     return math.ldexp(whole, exponent)
 
@@ -256,14 +264,14 @@ def _scaled(multiple: int, exponent: int) -> float:
 def agreed_analyses(
     experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> dict[str, AgreedAnalysis]:
-    """Return the analyses by sums on which server and sites have agreed, by name.
+    """Return the analyses by sums that the server and the sites have agreed on, keyed by name.
 
     Args:
         experiment: agreed experiment.
-        samples: form of a sample.
+        samples: description of a sample.
         clients: number of sites.
-        threshold: smallest number of sites in a sum. None without masks.
-        first: number of a site's bits that precede the bits of the first analysis.
+        threshold: minimum number of sites in a sum. None without masks.
+        first: number of bits that precede those of the first analysis in a site's bit field.
     """
     schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:
@@ -275,25 +283,28 @@ def agreed_analyses(
 
 
 def count_questions(experiment: Experiment) -> int:
-    """Return the largest number of questions that a site answers in all analyses of an experiment."""
-    return sum(_most_questions(analysis) for analysis in experiment.analyses if analysis.by_sums)
+    """Return the maximum number of questions that a site answers in all analyses of an experiment."""
+    return sum(_limit_questions(analysis) for analysis in experiment.analyses if analysis.by_sums)
 
 
-def _most_questions(analysis: Analysis) -> int:
-    """Return the agreed number of questions of an analysis, or the number for real sites if no number was agreed."""
+def _limit_questions(analysis: Analysis) -> int:
+    """Return the agreed number of questions of an analysis, or the default for real sites if none was agreed."""
     rules = analysis.rules or Rules()
     return rules.questions if "questions" in _stated_rules(rules) else analysis.most_questions
 
 
 def _stated_rules(rules: Rules) -> set[str]:
-    """Return the names of the agreed rules. Older agreements contain every rule of a simulation."""
+    """Return the names of the agreed rules.
+
+    Agreements of older versions list every rule, with the values for simulations.
+    """
     unchanged = {name for name in Rules.model_fields if getattr(rules, name) == getattr(Rules(), name)}
     is_older = rules.model_fields_set == {*Rules.model_fields}
     return {*rules.model_fields_set} - (unchanged if is_older else {name for name in unchanged if name != "questions"})
 
 
 def check_rules(analysis: Analysis) -> None:
-    """Raise if an agreement would switch off a rule that real sites need.
+    """Raise an error if an agreement would switch off a rule that real sites need.
 
     Raises:
         ConfigError: ``min_subjects`` or ``min_clients`` is 1.
@@ -314,11 +325,11 @@ def check_rules(analysis: Analysis) -> None:
 def check_analyses(
     job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> None:
-    """Raise if sites cannot take part in the analyses.
+    """Raise an error if sites cannot take part in the analyses.
 
     Raises:
         ConfigError: the data lack a column, a number lacks an agreed range, or there are too many cells.
-        Refused: everything that leaves a site must have noise, and these sums have no noise.
+        Refused: everything that leaves a site must contain noise, but these sums contain none.
     """
     schema = schema_of_samples(experiment, samples)
     for analysis in experiment.analyses:
@@ -346,19 +357,19 @@ def check_analyses(
 def judge_row_sets(
     memory: dict[str, Any], name: str, sets: Sequence[ClientRows], columns: str, salt: bytes, least: int
 ) -> bool:
-    """Remember sets of rows with a verdict on each, and return True if a site may answer an analysis on these sets.
+    """Record a decision about each set of rows, and return True if a site may answer an analysis of these sets.
 
-    A set may be answered if it equals every set of other answered analyses, or differs from each in at least ``least``
-    subjects. Sets of other columns cannot be compared subject by subject, so their numbers of subjects must be equal or
-    differ by at least as much. A verdict never changes.
+    The answer is allowed if each set, compared with every set of other answered analyses, is the same or differs in at
+    least ``least`` subjects. Sets with different columns cannot be compared subject by subject, so their numbers of
+    subjects must be equal or differ by at least ``least``. A decision never changes.
 
     Args:
-        memory: memory of the site: subjects and columns of ``sets``, and ``verdicts``. It is changed.
+        memory: record of the site, with the subjects and columns of ``sets``, and with ``verdicts``. It is changed.
         name: name of the analysis in its experiment. Sets of one analysis are not compared with each other.
         sets: sets of rows that the analysis sums (see `Analysis.row_sets`).
         columns: digest of the columns of the rows.
-        salt: key for the digests, which only the site knows.
-        least: smallest number of subjects.
+        salt: secret key of the digests, which only the site knows.
+        least: minimum number of subjects in which two sets must differ.
     """
     remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
     answered, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
@@ -384,24 +395,34 @@ def judge_row_sets(
 
 
 def columns_digest(schema: Schema) -> str:
-    """Return a digest of everything that gives cells their meaning: columns and levels, but not ranges."""
+    """Return a digest of everything that determines the meaning of cells: columns and levels, but not ranges."""
     columns = [dump(column.with_(range=None)) for column in schema.columns]
     content = [columns, schema.task, schema.classes, {name: [*names] for name, names in schema.levels.items()}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
-    """Return the digest of each subject, computed from all its rows, in any order."""
+    """Return the digest of each subject, computed from all its rows regardless of their order."""
     cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1).numpy()
-    order, states = np.lexsort((*cells.T, rows.subjects.numpy())), dict[int, Any]()
-    for k in order.tolist():
-        state = states.setdefault(int(rows.subjects[k]), hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES))
-        state.update(cells[k].tobytes())
+    order = np.lexsort((*cells.T, rows.subjects.numpy())).tolist()
+    return digest_subjects(((int(rows.subjects[k]), cells[k].tobytes()) for k in order), salt)
+
+
+def digest_subjects(rows: Iterable[tuple[int, bytes]], salt: bytes) -> list[str]:
+    """Return the digest of each subject, with a secret key.
+
+    Args:
+        rows: subject and content of each row. The order of a subject's rows matters.
+        salt: key for the digests, which only the site knows.
+    """
+    states = dict[int, Any]()
+    for subject, content in rows:
+        states.setdefault(subject, hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES)).update(content)
     return [state.hexdigest() for state in states.values()]
 
 
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
-    """Return the columns, levels and ranges on which the sites have agreed."""
+    """Return the columns, levels and ranges that the sites have agreed on."""
     agreement = getattr(experiment.source, "agreement", None)
     if agreement is not None:
         return schema_of_agreement(agreement, experiment.head.name, experiment.kept_columns)
@@ -428,12 +449,12 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
 
 
 def stem_of(name: str) -> str:
-    """Return the name of an analysis for use in file names."""
+    """Return the name of an analysis in a form for file names."""
     return analysis_file(name).rpartition(".")[0]
 
 
 def empty_rows(schema: Schema, place: int = 0) -> ClientRows:
-    """Return a client without rows."""
+    """Return an empty set of rows for a client."""
     nothing, wide = torch.zeros(0, dtype=torch.long), torch.zeros(0, len(schema.columns), dtype=torch.float64)
     y = torch.zeros(0, len(schema.target_ranges), dtype=torch.float64)
     return ClientRows(wide, y, nothing, nothing, dict.fromkeys(schema.levels, nothing), None, place)

@@ -17,10 +17,10 @@ from fedloom_sites.deploy.site.handover import hand_over
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 SITE_KEY = "site"
-"""Key in a SuperNode's node configuration for the path of the site's TOML file."""
+"""Key under which a SuperNode's node configuration contains the path of the site's TOML file."""
 
 SERVER_KEY = "server"
-"""Key in the run configuration for the path of the server's TOML file."""
+"""Key under which the run configuration contains the path of the server's TOML file."""
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -31,11 +31,10 @@ def run_server(grid: Grid, context: Context) -> None:
     """Run the server. The run configuration names the file that contains the server's settings.
 
     Raises:
-        FedloomError: the run did not reach its end. Flower records the run as failed after the message has been
-            printed.
+        FedloomError: the run did not finish. Flower records the run as failed after the message has been printed.
     """
     from fedloom_sites.deploy.server.run import STOP_PREFIX, finished, serve
-    from fedloom_sites.deploy.settings import read_server
+    from fedloom_sites.deploy.setting_files import read_server
 
     try:
         settings = read_server(_file(context.run_config, SERVER_KEY, "run"))

@@ -1,6 +1,6 @@
-"""Audit: an append-only log of every reply, accepted or rejected, with the reason.
+"""Audit log: an append-only record of every reply, whether accepted or rejected, with the reason.
 
-The log contains one JSON object per line, which is written to disk before the reply is used.
+The log contains one JSON object per line, and each line is written to disk before the reply is used.
 
 Each line contains its number and the SHA-256 of the previous line, so that a changed, removed or inserted line is
 detected (`verify_log`). A line that was truncated by a crash stays in this chain, because the next line contains the
@@ -24,7 +24,7 @@ from fedloom.storage.files import append_line, create_file
 SENT_FILE = "sent.jsonl"
 """Log of everything that has left the site, in the folder of the site's state."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of a log that are searched for its last line. A line has a few hundred bytes."""
+"""Number of bytes at the end of a log in which its last line is searched for. A line has a few hundred bytes."""
 
 
 class LogEnd(NamedTuple):
@@ -55,7 +55,7 @@ class Audit:
         self._path = path
 
     def write(self, what: str, **facts: Any) -> None:
-        """Append one line: time, event, and facts (plain values; facts that are None are omitted)."""
+        """Append one line with the time, the event, and facts (JSON-compatible values, where None is omitted)."""
         line: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
         line |= {k: v for k, v in facts.items() if v is not None}
         end = self._end()
@@ -63,7 +63,7 @@ class Audit:
         append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def _end(self) -> LogEnd:
-        """Return the end of the log, for which only the last lines are read."""
+        """Return the end of the log after reading only its last lines."""
         with regular(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
@@ -80,7 +80,7 @@ class Audit:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return all entries of a log, which may be in use by a writer. Truncated lines are omitted.
+    """Return all entries of a log, to which another process may be writing. Truncated lines are omitted.
 
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.
@@ -92,8 +92,8 @@ def verify_log(path: Path) -> LogEnd:
     """Check that no line of a log was changed, removed or inserted since it was written, and return the end of the log.
 
     Raises:
-        RunDirError: the log does not exist, or a line was changed, removed or inserted. The message states the first
-            line that reveals the change.
+        RunDirError: the log does not exist or is empty, or a line was changed, removed or inserted. The message states
+            the first line that reveals the change.
     """
     if not path.exists():
         raise RunDirError(f"there is no log {path}. Name a log, or the folder of a server or of a site that has run")
@@ -108,6 +108,10 @@ def verify_log(path: Path) -> LogEnd:
                 "changed, removed or inserted later. Compare the log with a copy of the log"
             )
         before = _digest(line)
+    if not lines:
+        raise RunDirError(
+            f"{path} is empty, so there is no line to check. A log receives its first line when its program starts"
+        )
     return LogEnd(len(lines), before)
 
 
@@ -127,7 +131,7 @@ def _digest(line: bytes) -> str:
 
 
 def entry_of(line: bytes) -> dict[str, Any] | None:
-    """Return the parsed line of a log, or None for a truncated line."""
+    """Parse a line of a log, and return None if the line is truncated."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):

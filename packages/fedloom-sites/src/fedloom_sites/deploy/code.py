@@ -1,8 +1,8 @@
 """User code of a deployment: the modules that its experiment names by import path, identical on all machines.
 
 Modules in a folder are copied, together with everything that they import from this folder, into a folder `code` next to
-the settings. A module of an installed package stays in its package. The SHA-256 of both kinds of modules is part of the
-agreement, and is compared before the modules run. No other file in the folder is imported, and no compiled file either.
+the settings. Modules of an installed package stay in that package. The SHA-256 of both kinds of modules is part of the
+agreement, and is compared before the modules run. No other file in the folder is imported, not even a compiled one.
 """
 
 from __future__ import annotations
@@ -24,39 +24,41 @@ from fedloom.models.spec import DIGEST_MARK
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.trust import is_installed, vouch
-from fedloom_sites.deploy.settings import Shared, check_agreed, check_fingerprint, digest
+from fedloom_sites.deploy.setting_files import check_agreed, check_fingerprint, digest
+from fedloom_sites.deploy.settings import Shared
 
 CODE_FOLDER = "code"
 INITIAL_MODEL_FILE = "weights.safetensors"
-"""File of the initial model, next to the experiment file, if an initial model is part of the agreement."""
+"""File with the initial model, next to the experiment file, if the agreement includes an initial model."""
 IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
 """Keys of an experiment file whose values are import paths."""
 MAX_CODE_BYTES = 4 << 20
-"""Number of bytes from which on user code must be installed instead of being copied. A size like this suggests a folder
-that also contains other things."""
+"""Size in bytes above which user code must be installed instead of being copied. Such a size suggests that the folder
+also contains other things."""
 
 
 @dataclass(frozen=True)
 class Code:
     """User code.
 
-    files: contents by path below `CODE_FOLDER`. installed: SHA-256 of the source, by module name, of modules from
-    installed packages.
+    Attributes:
+        files: contents of the files, keyed by path below `CODE_FOLDER`.
+        installed: SHA-256 of the source of modules from installed packages, keyed by module name.
     """
 
     files: dict[str, bytes]
     installed: dict[str, str]
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of the files by path."""
+        """Return the SHA-256 of the files, keyed by path."""
         return {path: digest(data) for path, data in self.files.items()}
 
 
 def code_of(settings: Mapping[str, object]) -> Code:
-    """Return the user code of an experiment that has been read, so that its modules are imported.
+    """Return the user code of an experiment whose modules have already been imported.
 
     Raises:
-        ConfigError: a module has no source, two folders contain files with the same name, or the code is too long to
+        ConfigError: a module has no source, two folders contain files with the same name, or the code is too large to
             copy.
     """
     files: dict[str, bytes] = {}
@@ -89,7 +91,7 @@ def code_of(settings: Mapping[str, object]) -> Code:
 
 
 def check_code(shared: Shared) -> None:
-    """Raise if the user code differs from the agreed user code. None of its modules is imported.
+    """Raise an error if the user code differs from the agreed user code. This does not import any of its modules.
 
     Raises:
         ConfigError: a file or a module is missing or differs. The message states both digests.
@@ -109,7 +111,7 @@ def check_code(shared: Shared) -> None:
 
 
 def read_agreed(shared: Shared, **engine: Any) -> Experiment:
-    """Return the agreed experiment of a server or a site, after checking that its user code is the agreed code.
+    """Check that the user code of a server or a site is the agreed code, and return the agreed experiment.
 
     Raises:
         ConfigError: the experiment or the code differs from the agreement. The same error is raised if the user code
@@ -132,16 +134,18 @@ def module_of(path: str) -> str:
 
 @dataclass(frozen=True)
 class _Finder:
-    """Finder of the agreed modules of a folder ``code``. Other files of the folder are ignored.
+    """Import finder for the agreed modules in a folder ``code``. Other files of the folder are ignored.
 
-    folder: the folder. code: path and SHA-256 of its files.
+    Attributes:
+        folder: the folder.
+        code: path and SHA-256 of each agreed file.
     """
 
     folder: Path
     code: tuple[tuple[str, str], ...]
 
     def find_spec(self, name: str, _path: object = None, _target: object = None) -> ModuleSpec | None:
-        """Return the specification of an agreed module by name, or None for any other module."""
+        """Return the module spec of an agreed module, or None for any other module."""
         stem, wanted = name.replace(".", "/"), dict(self.code)
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
             if path in wanted:
@@ -155,9 +159,9 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Loader of a module from source with the agreed SHA-256.
+    """Loader that reads a module from source, and checks that its SHA-256 is the agreed one.
 
-    It never reads a compiled file, because its content might differ.
+    It never reads a compiled file, whose content might differ.
     """
 
     def __init__(self, name: str, path: str, wanted: str) -> None:

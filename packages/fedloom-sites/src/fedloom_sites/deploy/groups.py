@@ -1,8 +1,8 @@
-"""Groups of patients at sites: sums of each group, for the metrics of all sites together and of each site.
+"""Patient groups at sites: sums for the metrics of all sites together, and each site's own metrics.
 
-A site publishes a group only if its published numbers do not reveal any set with fewer rows than agreed
-(`fedloom.data.groups.published`). Under secure sums, the server receives the sums over all sites but no number of a
-single site.
+A site publishes a group only if its published numbers do not reveal any set of rows that is smaller than agreed
+(`fedloom.data.groups.published`). With secure sums, the server receives the sums over all sites but no site's own
+numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.analyses import Bounds
 from fedloom.analyses.patients import GroupScore
 from fedloom.data import Federation
 from fedloom.data.groups import group_names, groups_of, published, row_counts, subjects_of
@@ -23,21 +24,22 @@ from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
+from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.protocol.envelope import MAX_FIGURES
 from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
+from fedloom_sites.deploy.secure.vectors import SUMMED_MODELS
 
 SCORED_MODELS = ("global", "hybrid", "personal")
-RESOLUTION_BITS, MAX_SUM = 24, 2.0**32
-"""Sums are sent under masks as multiples of 2^-24, each of at most 2^32. The sum of 100 such numbers is below 2^63
-steps."""
+SUM_STEP, MAX_SUM = 2.0**-24, 2.0**64
+"""Sums are sent under masks as multiples of the step. A site with a larger sum sends none of its scores."""
 Group = tuple[str, str]
 """Kind of a model, and name of a group."""
 Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
-"""Sums ``[S]`` and metrics of one site by group."""
+"""Sums ``[S]`` and metrics of one site, keyed by group."""
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Return the choice and name of each group, in the same way at the server and the sites.
+    """Return the column or threshold that defines each group, and the group's name, as at every other site.
 
     Raises:
         ConfigError: the levels of a column were not agreed on.
@@ -50,13 +52,13 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 
 
 def min_rows(experiment: Experiment) -> int:
-    """Return the number of rows of a group, and of its classes or events, that a site needs to publish it."""
+    """Return the minimum number of rows of a group, and of its classes or events, for a site to publish the group."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.min_rows)
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
-    """Raise if there are more groups than a message can contain.
+    """Raise an error if there are more groups than a message can contain.
 
     Raises:
         ConfigError: the number of groups is too large, and the message states it.
@@ -73,7 +75,7 @@ class GroupSums:
 
     Args:
         job: the run.
-        names: choice and name of every group.
+        names: column or threshold that defines each group, and the group's name.
         least: see `min_rows`.
     """
 
@@ -84,7 +86,10 @@ class GroupSums:
         self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
         self._width = width(self._task) if names else 0
         self._keys = [(kind, group) for kind in SCORED_MODELS for group in self.groups]
-        self.length = len(self._keys) * self._width + bool(names)
+        self._summed = [key for key in self._keys if key[0] in SUMMED_MODELS]
+        largest = torch.full((len(self._summed) * self._width,), MAX_SUM)
+        self._form = AnswerForm(Bounds.between(-largest, largest, SUM_STEP), job.n)
+        self.length = self._form.length if names else 0
 
     @property
     def names(self) -> set[str]:
@@ -113,10 +118,10 @@ class GroupSums:
     def site(self, passes: Mapping[str, Pass], members: Mapping[str, Tensor], fed: Federation) -> Cells:
         """Return the sums ``[S]`` and metrics of every model and group with samples at this site.
 
-        The sums are NaN, without metrics, if an output of the model is not finite.
+        If an output of the model is not finite, the sums are NaN and there are no metrics.
 
         Args:
-            passes: outputs of every kind of model on the site's test part.
+            passes: outputs of each kind of model on the site's test part.
             members: see `members`.
             fed: samples of the site.
         """
@@ -139,7 +144,7 @@ class GroupSums:
     # ----------------------------------------------------------------------------------------------- site by site
 
     def as_metrics(self, cells: Cells) -> dict[str, float]:
-        """Return the sums and metrics of a site as the numbers of a message."""
+        """Convert a site's sums and metrics to the numbers of a message."""
         numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
             if bool(sums.isnan().any()):
@@ -150,7 +155,7 @@ class GroupSums:
         return numbers
 
     def scores(self, replies: Mapping[int, Mapping[str, float]]) -> Iterator[GroupScore]:
-        """Return the scores of every group, of all sites together and of each site, from the numbers by client."""
+        """Yield the scores of every group, for all sites together and for each site, from numbers keyed by client."""
         for kind, group in self._keys:
             place, total = self.groups.index(group), torch.zeros(self._width, dtype=torch.float64)
             rows: list[GroupScore] = []
@@ -169,20 +174,21 @@ class GroupSums:
     # ------------------------------------------------------------------------------------------------ under masks
 
     def bits(self, members: Mapping[str, Tensor]) -> int:
-        """Return the groups that a site publishes as bits.
+        """Encode the groups that a site publishes as bits.
 
-        A group without rows counts as published, with sums of zero.
+        A group without rows is treated as published, with sums of zero.
         """
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
-        """Return whether each group is summed: every sum and every remainder must cover at least `MIN_SITES` sites.
+        """Return a flag for each group, True if the group is summed.
 
-        This must hold for every sum of at least ``threshold`` sites.
+        For any set of at least ``threshold`` sites, every sum over a group and every remainder must cover at least
+        `MIN_SITES` sites.
 
         Args:
-            bits: bits of the sites that are asked.
-            threshold: smallest number of sites in a sum.
+            bits: bit fields of the requested sites.
+            threshold: minimum number of sites in a sum.
         """
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
         is_summed = [threshold - lack >= MIN_SITES for lack in lacking]
@@ -194,42 +200,32 @@ class GroupSums:
         return is_summed
 
     def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers | None:
-        """Return a site's sums as integers, and 1 if a sum was clipped, or None if a sum is NaN.
+        """Return a site's sums as integers, or None if a sum is NaN or too large.
 
-        The sums are zero for a group that is not summed or has no sample at this site.
+        The sums are zero for a group that is not summed or has no sample at this site. No sum is clipped: if a model
+        could clip the sums of all sites but one, the total would show the sums of that site.
         """
         if not self.length:
             return np.zeros(0, dtype=np.uint64)
         wanted = {name for name, is_summed in zip(self.groups, summed, strict=True) if is_summed}
         nothing = torch.zeros(self._width, dtype=torch.float64)
-        rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._keys]
+        rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._summed]
         values = torch.stack(rows).flatten()
-        if bool(values.isnan().any()):
-            return None
-        clipped = values.clamp(-MAX_SUM, MAX_SUM)
-        steps = np.rint(np.ldexp(clipped.numpy(), RESOLUTION_BITS)).astype(np.int64)
-        return np.append(steps, int((clipped != values).any())).view(np.uint64)
+        return self._form.encode(values, 0, 0) if bool((values.abs() <= MAX_SUM).all()) else None
 
-    def decode(self, total: Integers, count: int) -> tuple[list[GroupScore], int]:
-        """Return the scores of all sites together by group, and the number of sites that clipped a sum.
-
-        After a clipped sum there are no scores.
+    def decode(self, total: Integers, count: int) -> list[GroupScore]:
+        """Return the scores of all sites together by group.
 
         Raises:
             Broken: a sum is out of range.
         """
         if not self.length:
-            return [], 0
-        *whole, clipped = total.view(np.int64).tolist()
-        if not 0 <= clipped <= count:
-            raise Broken("the count of clipped sums over groups is out of range: a mask was not removed")
-        values = np.ldexp(np.array(whole, dtype=np.float64), -RESOLUTION_BITS).reshape(len(self._keys), self._width)
-        if bool((np.abs(values) > count * MAX_SUM).any()) or bool((values[:, :1] < 0).any()):
-            raise Broken("the sum over a group of samples is out of range: a mask was not removed")
-        if clipped:
-            return [], clipped
-        rows = zip(self._keys, torch.from_numpy(values), strict=True)
-        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)], 0
+            return []
+        values = self._form.decode(total, count)[0].view(len(self._summed), self._width)
+        if bool((values[:, :1] < 0).any()):
+            raise Broken("the number of samples in a group is negative: a mask was not removed")
+        rows = zip(self._summed, values, strict=True)
+        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)]
 
     def _merge_sites(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
         figures = metrics_of(self._task, sums)

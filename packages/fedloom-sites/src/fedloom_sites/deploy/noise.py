@@ -1,23 +1,24 @@
 """Noise of a deployment: the discrete Gaussian of Canonne, Kamath and Steinke (NeurIPS 2020), sampled by OpenDP.
 
 Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating-point form of
-the result reveals nothing about the numbers without noise (Mironov, CCS 2012). OpenDP samples the discrete Gaussian
+the result reveals nothing about the noise-free numbers (Mironov, CCS 2012). OpenDP samples the discrete Gaussian
 exactly, in integer arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No
 generator of PyTorch or numpy is involved.
 
-The multiplier is exactly the multiplier in the settings: rows are clipped, then rounded toward zero, and the Euclidean
-norm of the integers is at most t / sigma, compared in exact arithmetic, where t is the scale passed to OpenDP. Adding
-or removing a row therefore changes the sum of integers by at most t / sigma, and replacing a row by at most 2 t /
-sigma. The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 /
-sigma^2, in any dimension. Everything that follows the integers is post-processing.
+The noise multiplier sigma is exactly the one in the settings: rows are clipped, then rounded toward zero, and the
+Euclidean norm of the integers is at most t / sigma, compared in exact arithmetic, where t is the noise scale that is
+passed to OpenDP. Adding or removing a row therefore changes the sum of integers by at most t / sigma, and replacing a
+row by at most 2 t / sigma. The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14), which is
+1 / (2 sigma^2) for adding or removing a row and 2 / sigma^2 for replacing one, in any dimension. Everything computed
+from the integers is post-processing.
 
 Under secure aggregation, no single party adds the noise of a sum: each site adds a share with scale s = t (1 + 2^-20) /
 sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
 Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) +
 tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). Because s is
 at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
-If more sites survive, more noise is added. A party that knows the shares of c sites still faces the noise of T - c
-sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
+If more than T sites remain, more noise is added. A party that knows the shares of c sites still faces the noise of T -
+c sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 
 MIN_NOISE_STEPS = 2.0**6
-"""Smallest scale of a site's noise, in steps of the grid, for which the bound on the sum of several holds."""
+"""Minimum scale of a site's noise, in steps of the grid, for which the bound on the sum of several sites' noise
+holds."""
 _CLIP_BITS, _SUM_BITS = 30, 52
-"""Largest powers of two for the clip and for the noise scale, in steps of the grid. Sums then stay well within 64
+"""Maximum exponents of two for the clip and for the noise scale, in steps of the grid. Sums then stay well within 64
 bits."""
 
 
@@ -51,8 +53,8 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
     """Return the sum of clipped rows plus discrete Gaussian noise with standard deviation ``sigma * clip``.
 
     Args:
-        rows: ``[m, D]``. A row that is not finite counts as zero, so that there is always a result.
-        clip: largest norm of a row, above 0.
+        rows: ``[m, D]``. A row that is not finite is treated as zero, so that there is always a result.
+        clip: maximum norm of a row, above 0.
         sigma: noise multiplier, above 0.
 
     Returns:
@@ -67,7 +69,7 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
 
 
 def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
-    """Return the exponent e of the grid 2^e, the noise scale t, and the largest squared norm of a row.
+    """Return the exponent e of the grid 2^e, the noise scale t, and the maximum squared norm of a row.
 
     Scale and norm are in steps of the grid.
     """
@@ -78,7 +80,7 @@ def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
 
 
 def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int) -> np.ndarray[Any, Any]:
-    """Return a row, clipped and rounded toward zero to the grid, ``[D]`` int64.
+    """Clip a row, round it toward zero to the grid, and return its steps, ``[D]`` int64.
 
     The squared norm of the result is at most ``bound``.
     """
@@ -117,7 +119,10 @@ class SharedMean(PrivateMean):
 
     @property
     def scale(self) -> float:
-        """Standard deviation of a site's noise in grid steps. Below `MIN_NOISE_STEPS` sums have no bound."""
+        """Standard deviation of a site's noise in grid steps.
+
+        Below `MIN_NOISE_STEPS`, the bound on a sum of several sites' noise does not hold.
+        """
         return _grid(self.clip, self.sigma)[1] * (1 + 2.0**-20) / math.sqrt(self.survivors)
 
     def share(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -126,10 +131,11 @@ class SharedMean(PrivateMean):
         return np.asarray(_measurement(self.scale)(_integers(row, self.clip, exponent, bound)), dtype=np.int64)
 
     def total(self, steps: np.ndarray[Any, np.dtype[np.uint64]], count: int) -> np.ndarray[Any, Any]:
-        """Return steps modulo 2^64 as the noisy sum ``[D]`` of ``count`` sites' differences.
+        """Convert steps modulo 2^64 to the noisy sum ``[D]`` of ``count`` sites' differences.
 
         Raises:
-            Refused: the sum is farther from zero than 40 standard deviations of the noise allow.
+            Refused: the sum is farther from zero than clipped differences and 40 standard deviations of the noise
+                allow.
         """
         exponent, _, bound = _grid(self.clip, self.sigma)
         totals = steps.view(np.int64)
@@ -154,9 +160,9 @@ def remaining_noise(noise: object) -> SharedMean | None:
 
 
 class ReleasedNoise(GaussianNoise):
-    """Channel `GaussianNoise` of a deployed site.
+    """`GaussianNoise` channel of a deployed site.
 
-    It is accounted for with Renyi divergences, which hold for this noise.
+    Its privacy accounting uses Renyi divergences, which hold for this noise.
     """
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
@@ -167,15 +173,15 @@ class ReleasedNoise(GaussianNoise):
 
 
 class ReleasedMean(PrivateMean):
-    """Aggregator `PrivateMean` of a deployed server.
+    """`PrivateMean` aggregator of a deployed server.
 
-    It is accounted for with Renyi divergences, which hold for this noise.
+    Its privacy accounting uses Renyi divergences, which hold for this noise.
     """
 
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Return the average of clipped rows plus noise. The generators of ``ctx`` are not used."""
+        """Return the average of the clipped rows plus noise. The generators of ``ctx`` are not used."""
         if not self.sigma:
             return super().combine(state, rows, weights, primary, ctx)
         total = noisy_sum(torch.cat([*rows.values()], 1), self.clip, self.sigma) / len(weights)
@@ -184,16 +190,16 @@ class ReleasedMean(PrivateMean):
 
 
 def deployed(setting: Setting, survivors: int | None = None) -> Setting:
-    """Return a run's setting with channel and aggregator in their deployed form (see `released`)."""
+    """Return a run's setting with the deployed forms of its channel and aggregator (see `released`)."""
     return setting.with_(
         upload_transform=released(setting.upload_transform), aggregator=released(setting.aggregator, survivors)
     )
 
 
 def noise_of_site(setting: Setting) -> Noise | None:
-    """Return the noise on which a site's epsilon is based, or None without noise.
+    """Return the noise that provides a site's epsilon, or None if there is no such noise.
 
-    Noise of the server does not protect a site from the server.
+    Noise that the server adds does not protect a site from the server.
     """
     return accounted(
         setting.upload_transform, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None
@@ -201,11 +207,11 @@ def noise_of_site(setting: Setting) -> Noise | None:
 
 
 def released(part: Any, survivors: int | None = None) -> Any:
-    """Return a channel or aggregator in its deployed form. The noise comes from the operating system.
+    """Return a channel or aggregator in its deployed form. Its random bytes are seeded by the operating system.
 
     Args:
-        part: channel or aggregator of a run. All parts except the two noise mechanisms stay unchanged.
-        survivors: smallest number of sites in a sum under secure aggregation. None without it.
+        part: channel or aggregator of a run. All parts except the two noise mechanisms are returned unchanged.
+        survivors: minimum number of sites in a sum under secure aggregation. None without it.
     """
     rdp = {} if getattr(part, "delta", None) is None else {"accountant": "rdp"}
     if isinstance(part, PrivateMean) and survivors is not None:

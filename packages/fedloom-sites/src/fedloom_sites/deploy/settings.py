@@ -1,7 +1,7 @@
 """Settings of a deployed server and of a deployed site, stored in two small TOML files.
 
 Both refer to the same experiment file (one method, one seed) and contain its SHA-256, so that both sides can check
-before training that they mean the same experiment. Paths in a file are relative to the folder of that file.
+before training that they run the same experiment. Paths in a file are relative to the folder of that file.
 """
 
 from __future__ import annotations
@@ -12,30 +12,18 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-import tomli_w
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from fedloom.data import SOURCES
 from fedloom.data.input_spec import InputSpec
-from fedloom.engine.checks.moved import update_document
-from fedloom.errors import ConfigError
-from fedloom.imports import is_path
-from fedloom.storage import read_toml
-from fedloom.storage.files import content_of
-from fedloom.values import Value, fields_of, make
-from fedloom.version import __version__
+from fedloom.values import Value
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold
 
-V = TypeVar("V", bound=Value)
-SNAPSHOTS_FOLDER = "snapshots"
-"""Folder for snapshots in the site's memory of its data."""
-
 
 def _public_key(text: str) -> str:
-    """Return a public key in OpenSSH form without its comment."""
+    """Check a public key in OpenSSH form, and return it without its comment."""
     kind, _, rest = text.strip().partition(" ")
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
         raise ValueError(f"must be a public key as one OpenSSH line (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
@@ -43,7 +31,7 @@ def _public_key(text: str) -> str:
 
 
 def _address(text: str) -> str:
-    """Check a server's address, and return its host and port."""
+    """Check that a server's address has the form host:port, and return it."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[^\s/]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise ValueError(f"must be host:port, as fl.example.org:8443, got {text!r}")
@@ -59,11 +47,11 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 NormBound = PositiveFloat | dict[str, PositiveFloat]
-"""Largest length of the difference in every field of an upload, or in each field by its name."""
+"""Maximum norm of the difference in every field of an upload, or in each field by its name."""
 
 
 def bound_of(bound: NormBound | None, field: str) -> float:
-    """Return the largest allowed length of the difference in a field of an upload.
+    """Return the maximum norm of the difference in a field of an upload.
 
     The result is infinite if there is no bound.
     """
@@ -71,12 +59,12 @@ def bound_of(bound: NormBound | None, field: str) -> float:
 
 
 def case_twin(name: str, names: Iterable[str]) -> str | None:
-    """Return a different name that has the same folder on a case-insensitive disk, or None if there is none."""
+    """Return the first of ``names`` that equals ``name`` on a case-insensitive disk, or None if there is none."""
     return next((one for one in names if one.casefold() == name.casefold()), None)
 
 
 MAX_SAFE_SHARE = 0.8  # the other sites hide a fifth of the sum at least
-"""Share of a sum's weight above which the sum nearly reveals a site's upload."""
+"""Share of a sum's weight above which the sum would nearly reveal a site's upload."""
 
 
 class Secure(Value):
@@ -192,18 +180,18 @@ class Shared(Value):
 
     @property
     def survivors(self) -> int | None:
-        """Smallest number of sites in a sum under secure aggregation. None without it."""
+        """Minimum number of sites in a sum under secure aggregation. None without it."""
         return None if self.secure is None else self.secure.threshold
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, by which people refer to a run. It is the same on every machine."""
+        """SHA-256 of the complete agreement, which people use to identify a run. It is the same on every machine."""
         agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
 
 class Site(Shared):
-    """A site with its data, state and keys, and the address of the server."""
+    """Settings of a site: its data, state and keys, and the address of the server."""
 
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of this site, counted from 0")
@@ -280,7 +268,7 @@ class Site(Shared):
 
     @property
     def memory_folder(self) -> Path:
-        """Folder with the site's memory of this experiment's data, across all experiments on these data."""
+        """Folder for what the site remembers about this experiment's data, across all experiments on these data."""
         return (self.memory or self.state) / f"data-{self.data_name}"
 
     @field_validator("data")
@@ -307,7 +295,7 @@ class Member(Value):
 
 
 class Server(Shared):
-    """Settings of the server: sites, waiting times, accepted messages and folders."""
+    """Settings of the server: sites, waiting times, limits on messages, and folders."""
 
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
     quorum: int = Field(ge=1, description="number of accepted replies that a round needs")
@@ -401,124 +389,3 @@ class Server(Shared):
         if self.ttl < self.deadline:
             raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
         return self
-
-
-def read_site(path: Path, *, live: bool = False) -> Site:
-    """Return the settings in a site's TOML file with absolute paths, including those of its data.
-
-    Args:
-        path: the file.
-        live: True for the site's current data even if it reads a snapshot.
-
-    Raises:
-        ConfigError: the file is missing or contains an invalid value.
-    """
-    site, folder = _read(Site, path, "site file"), path.parent.resolve()
-    source = site.data["source"]
-    is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
-    keys = ("path", "source") if is_file and source not in SOURCES and not is_path(source) else ("path",)
-    keys = ("path",) if source.startswith("hub:") else keys
-    places = {key: site.data[key] for key in keys if isinstance(site.data.get(key), str)}
-    data = site.data | {key: str(folder / Path(place).expanduser()) for key, place in places.items()}
-    if site.snapshot is not None and not live:
-        key = "path" if "path" in data else "source"
-        file = f"{site.snapshot}{Path(data[key]).suffix}"
-        data[key] = str(site.memory_folder / SNAPSHOTS_FOLDER / file)
-    return site.model_copy(update={"data": data})
-
-
-def read_server(path: Path) -> Server:
-    """Return the settings in a server's TOML file with absolute paths.
-
-    Raises:
-        ConfigError: the file is missing or contains an invalid value.
-    """
-    return _read(Server, path, "server file")
-
-
-def check_version(shared: Shared) -> None:
-    """Raise an error if the version of fedloom differs from the agreed version.
-
-    Raises:
-        ConfigError: the versions differ. The message names both.
-    """
-    if shared.version != __version__:
-        raise ConfigError(
-            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version, or agree "
-            "on a patch release with fedloom deploy upgrade"
-        )
-
-
-def placed(value: V, folder: Path) -> V:
-    """Return settings with their relative paths resolved from ``folder``.
-
-    Raises:
-        ConfigError: a path contains a NUL character.
-    """
-    paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
-    for name, path in paths.items():
-        if "\0" in str(path):
-            raise ConfigError(
-                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may "
-                "contain. Correct the path"
-            )
-    return value.model_copy(update=paths)
-
-
-def text_of(value: Value) -> str:
-    """Return a value as TOML. Parsing the text gives the same value.
-
-    The table with the data comes first, since a site edits this table.
-    """
-    tables = value.model_dump(mode="json", exclude_none=True)
-    return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
-
-
-def check_fingerprint(shared: Shared) -> bytes:
-    """Return the content of the experiment file, and raise an error if it differs from the agreed file.
-
-    Returns:
-        Content in the form in which it was compared.
-
-    Raises:
-        ConfigError: the file cannot be read, or the digests differ. The message names both.
-    """
-    content = content_of(shared.experiment, "the experiment file")
-    check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
-    return content
-
-
-def digest(content: bytes) -> str:
-    """Return the SHA-256 in hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def check_agreed(
-    what: str, kind: str, content: bytes, wanted: str, cure: str = "Get the file from the server again"
-) -> None:
-    """Raise an error if the SHA-256 of a file's content differs from the agreed SHA-256.
-
-    Raises:
-        ConfigError: the digests differ. The message names both.
-    """
-    got = digest(content)
-    if got != wanted:
-        raise ConfigError(
-            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed. {cure}"
-        )
-
-
-def _read(kind: type[V], path: Path, what: str) -> V:
-    document = read_toml(path, what)
-    if isinstance(document.get("data"), dict):  # of a site, which may be of an earlier version
-        document = {**document, "data": update_document({"data": document["data"]})["data"]}
-    try:
-        value = make(kind, document, str(path), fields_of(kind))
-    except ConfigError as error:
-        release = document.get("version", __version__)
-        if release == __version__:
-            raise
-        raise ConfigError(
-            f"{error}. The file was written by fedloom {release}, but this is {__version__}. Install that version"
-        ) from None
-    return placed(value, path.parent.resolve())

@@ -1,8 +1,8 @@
 """Snapshots: dated copies of a site's data, for data that grow while runs and analyses read them.
 
-Like the memory of sums and budgets, a snapshot belongs to a site and to data with a certain name, and every experiment
-on these data may read it. Two snapshots that differ by a few subjects would reveal these subjects, so such a snapshot
-is not declared.
+Like the records of sums and budgets, a snapshot belongs to a site and to data with a certain name, and every experiment
+on these data may read it. Two snapshots that differ by only a few subjects would reveal these subjects, so the second
+one would be rejected.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from fedloom.data import Dataset
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import make_folder, read_toml, write_atomic
 from fedloom.storage.files import content_of
-from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses
+from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses, digest_subjects
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
-from fedloom_sites.deploy.settings import SNAPSHOTS_FOLDER, Site, read_site
+from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
+from fedloom_sites.deploy.setting_files import SNAPSHOTS_FOLDER, read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import check_data_name
 from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE
 
 RECORD_FILE = "snapshots.json"
-"""File in the data's memory with the date, digest and subjects of every snapshot."""
-SUBJECT_BYTES = 8
-"""Number of bytes in the digest of a subject."""
+"""File in the site's memory of the data, with the date, digest and subjects of every snapshot."""
 
 
 class Declared(NamedTuple):
@@ -52,15 +51,15 @@ class Declared(NamedTuple):
 
 
 def declare(folder: Path, day: str | None = None) -> Declared:
-    """Copy a site's data as a snapshot, and let the experiment read it if its run has not begun.
+    """Copy a site's data as a snapshot, and make the experiment read the snapshot if its run has not begun.
 
     Args:
         folder: folder of the site.
-        day: date of the data, such as 2026-12-01. None: today (UTC).
+        day: date of the data, such as 2026-12-01. None for today (UTC).
 
     Raises:
-        ConfigError: the data are no file and no folder, the date is not later than that of the last snapshot, or the
-            snapshot differs from an earlier one in too few subjects.
+        ConfigError: the data are neither a file nor a folder, the date is not later than that of the last snapshot, or
+            the snapshot differs from an earlier one in too few subjects.
         DataError: the data cannot be read, or do not fit the agreement.
     """
     file, day = folder / "site.toml", day or datetime.now(UTC).date().isoformat()
@@ -75,7 +74,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
         raise ConfigError(f"{source} is no file and no folder. A snapshot copies what [data] of {file} names")
     check_data_name(live.with_(snapshot=None))
     memory = site.memory_folder
-    with in_turn(memory):
+    with lock_folder(memory):
         record = _record(memory)
         earlier: list[dict[str, Any]] = record["snapshots"]
         if earlier and day <= earlier[-1]["day"]:
@@ -127,7 +126,7 @@ def check_snapshot(site: Site) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a file alone, or all files of a folder."""
+    """Return all files of a folder, or a list that contains only the given file."""
     return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 
@@ -141,14 +140,14 @@ def _digest(path: Path) -> str:
 
 
 def _discard(path: Path) -> None:
-    """Delete a file or folder that may be there."""
+    """Delete a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
 
 
 def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
-    """Raise an error if a snapshot differs from an earlier one, but by too few subjects."""
+    """Raise an error if a snapshot differs from an earlier one, but in too few subjects."""
     agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
     least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
     for one in earlier:
@@ -172,12 +171,8 @@ def _record(memory: Path) -> dict[str, Any]:
 
 
 def _subjects(data: Dataset, salt: str) -> list[str]:
-    """Return the digest of every subject, computed from all its rows in any order."""
+    """Return the digest of every subject, computed from all its rows regardless of their order."""
     design = data.design
     of = torch.arange(len(data)) if design is None or design.subject is None else design.subject
-    rows = dict[int, list[bytes]]()
-    for k, subject in enumerate(of.tolist()):
-        content = data.x[k].contiguous().numpy().tobytes() + data.y[k].contiguous().numpy().tobytes()
-        rows.setdefault(subject, []).append(content)
-    key = bytes.fromhex(salt)
-    return [hashlib.blake2b(b"".join(sorted(r)), key=key, digest_size=SUBJECT_BYTES).hexdigest() for r in rows.values()]
+    contents = (b"".join(part[k].contiguous().numpy().tobytes() for part in (data.x, data.y)) for k in range(len(of)))
+    return digest_subjects(sorted(zip(of.tolist(), contents, strict=True)), bytes.fromhex(salt))

@@ -1,4 +1,4 @@
-"""Use fedloom's methods in any Flower app: a strategy at the server, a decorator at the nodes (docs/flower.md)."""
+"""fedloom's methods for any Flower app: a strategy for the server, and a decorator for the nodes (docs/flower.md)."""
 
 try:
     import flwr as _flwr  # noqa: F401  # all of the package needs it

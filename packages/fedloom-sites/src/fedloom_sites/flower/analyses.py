@@ -1,10 +1,10 @@
-"""Run analyses by sums over the nodes of a Flower app, with the same values as for the pooled samples.
+"""Analyses by sums over the nodes of a Flower app, with the same results as for the pooled samples.
 
 No sample leaves a node.
 
-Ranges, bins and rules come from the node's `Local`, never from a message. A node answers each step only once, for one
-question, on the samples of the first step. If a node cannot answer, it sends zeros. The server sees each node's sums,
-so cells are merged until every node reaches the smallest count.
+Ranges, bins and rules come from the node's `Local`, never from a message. A node answers each step only once: for one
+question, on the same samples as the first step. If a node cannot answer, it sends zeros. The server sees each node's
+sums, so cells are merged until every node reaches the minimum count.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
-"""Flower's name for the messages, and the names of a node's records of answered steps and of summed sets of rows."""
+"""Flower's name for the messages of an analysis, and the names of a node's records of answered steps and of summed sets
+of rows."""
 GREETING_STEP = -1
 
 
@@ -63,18 +64,19 @@ class Analyses:
     """Analyses that a node answers, as agreed on by its operators.
 
     Args:
-        agreement: columns with their ranges, task and classes, as a file or a value. Samples are rows of its columns.
-        analyses: analyses, or tables with their ``kind``.
+        agreement: columns with their ranges, task and classes, as a file or a value. Samples must be rows with these
+            columns.
+        analyses: analysis objects, or tables with their ``kind``.
     """
 
     agreement: Agreement | Path | str
     analyses: Sequence[Any]
 
     def find(self, name: str, clients: int) -> AgreedAnalysis:
-        """Return an analysis by its name, in the form agreed on for a number of nodes.
+        """Return an analysis by its name, in the form agreed on for this number of nodes.
 
         Raises:
-            ConfigError: the analysis was not agreed on, or makes no sense for these columns.
+            ConfigError: the analysis was not agreed on, or does not fit these columns.
         """
         for given in self.analyses:
             analysis = analysis_of(given, {})
@@ -86,10 +88,10 @@ class Analyses:
 
 
 def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clients: int) -> AgreedAnalysis:
-    """Return an analysis in the form on which the server and the nodes have agreed.
+    """Return an analysis in the form that the server and the nodes have agreed on.
 
     Raises:
-        ConfigError: the analysis makes no sense for these columns.
+        ConfigError: the analysis does not fit these columns.
     """
     agreed = agreement if isinstance(agreement, Agreement) else Agreement.read(Path(agreement))
     schema = schema_of_agreement(agreed, "app")
@@ -112,7 +114,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         state: Flower's state, which stores the steps that have been answered.
 
     Raises:
-        FedloomError: the analysis was not agreed on, or the rules do not lead to the question. The samples do not
+        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. The samples do not
             influence this decision.
     """
     if analyses is None:
@@ -154,9 +156,9 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
 
 
 def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
-    """Record a step before it is answered, and return True if the samples are still those of the first step.
+    """Record a step before it is answered, and return True if the samples have not changed since the first step.
 
-    If they are not, the node sends zeros.
+    If they have changed, the node sends zeros.
 
     Raises:
         Refused: the step was answered for a different question or under different terms.
@@ -176,7 +178,7 @@ def _enter(state: RecordDict, name: str, step: int, question: str, course: str, 
 
 
 def _are_apart(state: RecordDict, one: AgreedAnalysis, sets: Sequence[ClientRows]) -> bool:
-    """Return True if sets of rows may be summed in addition to those of other analyses, and remember the decision."""
+    """Return True if the row sets may be summed in addition to those of other analyses, and record the decision."""
     kept = state.get(SETS_RECORD)
     memory = json.loads(str(kept["memory"])) if isinstance(kept, ConfigRecord) else {"salt": secrets.token_hex(16)}
     salt, name = bytes.fromhex(memory["salt"]), f"{one.name} {one.analysis.model_dump_json()}"
@@ -193,7 +195,7 @@ def analyze(
     timeout: float = 3600.0,
     folder: Path | str | None = None,
 ) -> AnalysisResult:
-    """Return the result of an analysis over the samples of all reachable nodes, computed only from sums.
+    """Run an analysis over the samples of all reachable nodes, using only sums, and return its result.
 
     >>> app = ServerApp()  # doctest: +SKIP
     >>> @app.main()  # doctest: +SKIP
@@ -202,14 +204,14 @@ def analyze(
 
     Args:
         grid: Flower's.
-        analysis: a value, a name, or a table with its ``kind``, the same as at the nodes.
-        agreement: columns with their ranges, the same as at the nodes.
+        analysis: a value, a name, or a table with its ``kind``, which must be the same as at the nodes.
+        agreement: columns with their ranges, which must be the same as at the nodes.
         timeout: number of seconds to wait for answers.
         folder: folder in which every sum is stored, so that the same call resumes an interrupted analysis. None to
             store no sums.
 
     Raises:
-        ConfigError: the analysis makes no sense for these columns.
+        ConfigError: the analysis does not fit these columns.
         DataError: nodes do not answer, or the analysis has no result.
     """
     value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
@@ -257,7 +259,7 @@ def _send(
     """Send a message to every node, and return the replies in the order of the nodes.
 
     Raises:
-        DataError: a node does not answer, or refuses to.
+        DataError: a node does not answer, or refuses to answer.
     """
     messages = list[Message]()
     for seat, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Use the nodes of an existing Flower app as the clients in a round."""
+"""Nodes of an existing Flower app, used as the clients of a round."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class FlowerClients(RemoteClients):
     Args:
         job: the run at the server.
         forms: formats of the run's messages.
-        roll: the nodes, by client.
+        roll: registry of the clients and their nodes.
         run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
-        document: method and choices of the run.
+        document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.
 
     Attributes:
-        roll: the nodes, by client.
-        scores: metrics of every client that answered the newest evaluation.
-        refusals: reason why each client refused the newest request. Clients that did not answer or have lost their
+        roll: registry of the clients and their nodes.
+        scores: metrics of every client that answered the latest evaluation.
+        refusals: reason why each client refused the latest request. Clients that did not answer or have lost their
             state are not included.
     """
 
@@ -63,7 +63,7 @@ class FlowerClients(RemoteClients):
         self.scores: dict[int, dict[str, float]] = {}
         self.refusals: dict[int, str] = {}
 
-    def through(self, send: Send) -> FlowerClients:
+    def replace_sender(self, send: Send) -> FlowerClients:
         """Return a copy of these clients with a different function for sending messages."""
         other = copy.copy(self)
         other._send, other.refusals = send, {}
@@ -158,14 +158,14 @@ class FlowerClients(RemoteClients):
 
 
 class Remembering:
-    """Clients whose answers to a sampler are remembered, so that a round can be repeated."""
+    """Clients whose answers to a sampler are stored, so that a round can be repeated."""
 
     def __init__(self, clients: FlowerClients) -> None:
         self._clients, self._answers = clients, dict[int, Any]()
         self.score, self.call_once = clients.score, clients.call_once
 
     def replaying(self, clients: FlowerClients) -> Remembering:
-        """Return these answers together with the training of other clients."""
+        """Return clients that give the stored answers, but train with the given clients."""
         other = Remembering(clients)
         other._answers = self._answers
         return other

@@ -1,4 +1,4 @@
-"""Describe an app's method and choices as text for its nodes, and check for choices that an app cannot have."""
+"""Text that describes an app's method and choices to its nodes, and checks for choices that an app cannot have."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ STRATEGY_FIELDS = [
     for name in Setting.model_fields
     if name not in ("algorithm", "model", "rounds", "task", "attack", "devices", "schedule")
 ]
-"""Fields of a setting that a strategy accepts, i.e. without the app's own fields and those of simulations."""
+"""Fields of a setting that a strategy accepts: all fields except those that belong to the app or to simulations."""
 REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
-"""Replacements for Flower's strategies and their options, and for choices that are not used in an app."""
+"""Replacements for Flower's strategies and their options, and for choices that have no effect in an app."""
 SCORED_BY_NODES = "nodes score their own parts. Compute it there, with personal_model(context)"
 UNREAD_CHOICES = {
     "engine": REPLACEMENT_HINTS["unread"]["engine"],
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
     | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
-"""Fields of choices that are not used in an app, with advice on each."""
+"""Fields of choices that have no effect in an app, with advice on each."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 CLIPPING_KEY = "clipping_norm"
-"""Key with which Flower's strategies for differential privacy make a mod clip."""
+"""Config key with which Flower's strategies for differential privacy make a mod clip."""
 PRIVACY_HINT = (
     "instead of Flower's DifferentialPrivacy strategies, clip and add noise with an upload "
     "transform: upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
 )
-"""Advice to use instead of a strategy that wraps one of fedloom's strategies."""
+"""Advice on what to use instead of a strategy that wraps one of fedloom's strategies."""
 
 
 def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
     """Return a method, with its options and the choices of a run, as JSON for the nodes.
 
     Raises:
-        ConfigError: the method is not in the registry or is the name of one of Flower's, a choice belongs elsewhere, or
+        ConfigError: the method is not in the registry or is one of Flower's strategies, a choice belongs elsewhere, or
             a value cannot be written as JSON.
     """
     if not isinstance(algorithm, str):
@@ -92,11 +92,11 @@ NO_CHOICES = {
     "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and pass the loss to Local"),
     "rounds": ("Flower counts rounds", "app-rounds", "pass the number of rounds to start, as num_rounds"),
 }
-"""Choices of a simulation that an app does not support: the reason, the rule, and the fix."""
+"""Choices of a simulation that an app does not support, with the reason, the rule, and the fix for each."""
 
 
 def resolved_document(setting: Setting) -> str:
-    """Return a job's setting for its nodes, with everything that depends on the federation replaced by numbers."""
+    """Return a job's setting as JSON for its nodes, with everything that depends on the federation as numbers."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
@@ -106,7 +106,7 @@ def resolved_document(setting: Setting) -> str:
 
 
 def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> Setting:
-    """Return the setting in a document.
+    """Return the setting that a document describes.
 
     Raises:
         ConfigError: a value is invalid.
@@ -129,10 +129,10 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
 
 
 def _check_choices(content: Mapping[str, Any]) -> None:
-    """Raise an error if a choice for simulations has no meaning in an app.
+    """Raise an error if a document contains a choice that has a meaning only in simulations.
 
     Raises:
-        Refused: there is such a choice, which the message names.
+        Refused: the document contains such a choice, which the message names.
     """
     for name, (why, rule, fix) in NO_CHOICES.items():
         if content.get(name) is not None:
@@ -147,10 +147,10 @@ def _check_choices(content: Mapping[str, Any]) -> None:
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:
-    """Raise an error if a count, given by name with its smallest allowed value, is not a whole number or is too small.
+    """Raise an error if a named count is not a whole number, or is below its minimum.
 
     Raises:
-        ConfigError: there is such a count, of which the message names the first.
+        ConfigError: a count is invalid. The message names the first invalid count.
     """
     for name, (count, least) in counts.items():
         if type(count) is not int or count < least:
@@ -177,8 +177,9 @@ def _texts(value: object) -> list[str]:
 def refuse_privacy(config: Mapping[str, object]) -> None:
     """Raise an error if the calling strategy is wrapped in one of Flower's strategies for differential privacy.
 
-    If the nodes clip, these strategies say so in the config. If the server clips, they do not say so anywhere, and they
-    read the replies before the wrapped strategy does, so this function searches for them among its callers.
+    If the nodes are to clip, these strategies add a key to the config. If the server clips, nothing in the config shows
+    it, and these strategies read the replies before the wrapped strategy does. This function therefore searches for
+    them among its callers.
 
     Raises:
         ConfigError: the calling strategy is wrapped.

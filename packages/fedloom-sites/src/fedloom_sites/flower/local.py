@@ -1,4 +1,4 @@
-"""Model, samples and loss of a node (`Local`)."""
+"""A node's model, samples and loss (`Local`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
-"""Number of samples on which a node tries out its loss."""
+"""Number of samples on which a node tests its loss."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class Local:
     """A node's model and samples.
 
     Args:
-        model: the module, the same as at the server. The server sends its values. The output is a tensor with a row for
-            each sample, or an object or dict whose ``logits`` are such a tensor.
+        model: the module, which must be the same as at the server. The server sends its parameters. The output is a
+            tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
             tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
-            different samples when it is read again is rejected. Of a loader, only the data set and ``collate_fn`` are
-            used; the strategy's ``local`` draws the batches.
+            different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
+            used. The strategy's ``local`` settings draw the batches.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function that receives a
             batch's outputs and targets, in the shapes of the model and the samples, and returns the mean over the
             batch. The default is the cross-entropy if targets are whole numbers, otherwise the squared error. With a
@@ -49,18 +49,18 @@ class Local:
         valset: validation samples, in any of these forms.
         device: device on which the node computes.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
-            its rows. None to write no files.
+            the node's state. None to write no files.
         keys: for samples that are dicts, the names of the model's inputs followed by that of the target. By default,
             the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other entries are
             inputs. Multiple inputs are passed to the model by name.
         subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient number.
-            The entry is not an input, and no subject may be in two of the sets.
+            The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
-            options. The server's document cannot weaken it: the document's noise applies if its clip is not larger and
-            its noise is not smaller, otherwise the node's noise replaces it. Scores are sent without noise.
-        norm_bound: largest allowed length (L2) of the difference in every field that leaves the node, greater than 0.
-            Longer differences are shortened, whatever the server's document says. None for no limit.
-        analyses: analyses by sums that the node answers, with the agreement on its columns. None to answer no analyses.
+            options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
+            and its noise is not smaller, otherwise the node's noise replaces it. Scores are sent without noise.
+        norm_bound: maximum L2 norm of the difference in every field that leaves the node, greater than 0. A difference
+            with a larger norm is scaled down, whatever the server's document says. None for no limit.
+        analyses: analyses by sums that the node answers, with the agreement on their columns. None to answer none.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Local:
     norm_bound: float | None = None
     analyses: Analyses | None = None
 
-    def with_floor(self, setting: Setting) -> Setting:
+    def add_noise_floor(self, setting: Setting) -> Setting:
         """Return the setting in the server's document, with at least the node's own noise.
 
         Raises:
@@ -101,7 +101,7 @@ class Local:
         return setting.with_(upload_transform=own_noise)
 
     def shorten(self, job: Job, upload: object, down: object) -> Any:
-        """Return a node's upload, shortened to the node's bound if necessary. Fields ``[1, .]``."""
+        """Return a node's upload, scaled down to the node's norm bound if necessary. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
         return shortened(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
@@ -213,7 +213,7 @@ class Local:
 
 
 class NodeProblem(NamedTuple):
-    """A node's samples and loss.
+    """A node's model, samples and loss, ready for a run.
 
     Attributes:
         model: model that receives a row for each sample and returns ``[b, k]``.
@@ -235,7 +235,7 @@ def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
 
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
-    """Return the indices of the samples in every part, one part after another."""
+    """Return the indices of the samples in every part, where one part follows another."""
     splits, start = {}, 0
     for part in DATA_PARTS:
         count = len(parts[part].target) if part in parts else 0
@@ -245,12 +245,12 @@ def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
 
 
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
-    """Return True if targets ``[n, L]`` are labels of positions, for each of which a model returns a row ``[L, C]``."""
+    """Return True if targets ``[n, L]`` are labels of positions, each with a row of the output ``[L, C]``."""
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
 
 
 def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
-    """Return an entry of all parts' samples, joined.
+    """Join the tensors of one entry over all parts.
 
     Raises:
         ConfigError: the shapes of the parts differ.
@@ -265,7 +265,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
-    """Return a node's task, and True if its loss is that of the task."""
+    """Return a node's task, and True if its loss is the default loss of this task."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
         return "binary", _is_plain(loss)
@@ -290,7 +290,7 @@ def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 
     def wrapped(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of the node's app."""
+        """Compute the loss of the node's app."""
         place = outputs.device, outputs.dtype
         if place not in moved:
             moved[place] = copy.deepcopy(loss).to(*place) if isinstance(loss, nn.Module) else loss
@@ -315,7 +315,7 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
-    """Return a description of a loss's error on some outputs and targets, or "" if the loss returns one number."""
+    """Try a loss on some outputs and targets, and return a description of its error, or "" if it returns one number."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:
         mean = loss(outputs, targets)

@@ -23,7 +23,7 @@ from fedloom_sites.transport.roll import Roll
 RUN_FILE = "run.json"
 """File of a run in its folder, next to the checkpoints."""
 NODE_POLL_SECONDS = 1.0
-"""Number of seconds between two searches for nodes."""
+"""Time in seconds between two searches for nodes."""
 MODS_HINT = (
     "mods that change one record of the model do not fit, because a method sends rows. Leave the mod "
     "out, and clip or add noise with an upload transform of the strategy, such as "
@@ -51,14 +51,14 @@ class Members(NamedTuple):
     run: str
 
     def roll(self) -> Roll:
-        """Return the roll of these nodes, all of them connected."""
+        """Return the registry of these nodes, with all of them connected."""
         roll = Roll({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
         roll.connect(self.nodes)
         return roll
 
 
 class Introduction(NamedTuple):
-    """Samples of a node: their form, the module's call signature, and the number of samples in each part."""
+    """A node's description of its samples: their form, their number per part, and the module's call signature."""
 
     schema: InputSpec
     signature: Signature
@@ -98,13 +98,13 @@ def introduction(reply: Message) -> Introduction:
 
 
 class SavedRun(NamedTuple):
-    """A run as it is stored in its folder.
+    """A run, as it is stored in its folder.
 
     Attributes:
         members: nodes of the run.
         schema: form of the samples.
         signature: call signature of the modules.
-        document: method and choices of the run.
+        document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the parameters of the model.
     """
 
@@ -134,15 +134,15 @@ class SavedRun(NamedTuple):
 def introductions(
     grid: Grid, parameters: str, saved: SavedRun | None, min_nodes: int, wait: float, timeout: float
 ) -> dict[int, Introduction]:
-    """Wait for nodes, ask each for its introduction, and return the matching introductions by node number.
+    """Wait for nodes, ask each for its introduction, and return the matching introductions, keyed by node number.
 
-    They match each other, or the saved run.
+    They must match each other, or the saved run if there is one.
 
     Args:
         grid: Flower's connection to the nodes.
         parameters: parameters of the server's model.
         saved: run to resume. None for a new run.
-        min_nodes: number of nodes that are needed.
+        min_nodes: minimum number of nodes.
         wait: number of seconds to wait for the nodes.
         timeout: number of seconds to wait for their answers.
 
@@ -182,7 +182,7 @@ def introductions(
 
 
 def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
-    """Return the most frequent form of samples, the earlier node's if there is a tie, or None without nodes."""
+    """Return the most frequent form of samples, preferring earlier nodes in a tie, or None without nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 

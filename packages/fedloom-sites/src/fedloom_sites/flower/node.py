@@ -1,4 +1,4 @@
-"""Make a user's client app train, answer and score with a method of fedloom, on the user's model and samples."""
+"""Client apps that train, answer and score with a method of fedloom, on the user's model and samples."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ from fedloom_sites.transport.node import Node
 DEFAULT_ACTION = "default"
 """Flower's name for a function that has no name."""
 STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
-"""Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
+"""Names of a node's records in Flower's ``context.state``: its states by round, and its latest model."""
 SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
 """Mods of Flower's secure aggregation."""
 KEPT_RUNS = 64
-"""Number of a node's runs that a process keeps ready."""
+"""Maximum number of a node's runs that a process keeps in memory."""
 LocalFunction = Callable[[Context], Local]
 """Function that returns a node's model and samples. It is called once for each run and process."""
 
@@ -100,7 +100,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def _keeping(kind: str, register: Callable[..., Any], actions: Collection[str]) -> Callable[..., Any]:
-    """Return an app's own decorator for functions, changed so that it keeps fedloom's functions."""
+    """Wrap an app's own decorator for functions, so that it cannot replace fedloom's functions."""
 
     @wraps(register)
     def keeping(action: str = DEFAULT_ACTION, **options: Any) -> Any:
@@ -119,7 +119,7 @@ def _already_registered(kind: str) -> ConfigError:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """Return the state dict of the node's newest model after an evaluation: the personal, otherwise the global one.
+    """Return the node's latest evaluated model as a state dict: the personal model, or else the global one.
 
     The statistics of normalization layers are computed from the node's training samples.
 
@@ -153,7 +153,7 @@ class _Node:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
 
     def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
-        """Return a handler for Flower that turns a failure into a readable message here and at the server."""
+        """Return a handler for Flower that reports a failure as a readable message, at the node and at the server."""
 
         def handler(message: Message, context: Context) -> Message:
             if VALUES_RECORD not in message.content:
@@ -191,7 +191,7 @@ class _Node:
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the answer about the global model to a sampler."""
+        """Return the node's answer about the global model, which a sampler has requested."""
         node, job = self._node(values, message, context)
         answer, work = node.answer(job, messages_of(message.content)[0], values["round"])
         return RecordDict({VALUES_RECORD: write_values(work=work), ARRAYS_RECORD: pack_arrays([answer])})
@@ -227,7 +227,7 @@ class _Node:
         )
 
     def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
-        """Return the models' scores on the node's samples, and keep the newest model."""
+        """Return the models' scores on the node's samples, and store the latest model."""
         (node, job), t = self._node(values, message, context), values["round"]
         models = node.read_models(job, messages_of(message.content), t, common=values["global"])
         scores = node.score_hybrid(job, node.score(job, models, t))
@@ -268,7 +268,7 @@ class _Node:
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
-        """Return the run at this node, and the run with its share and the state that the server accepted."""
+        """Return the run at this node, and its job with the node's share and the state that the server accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
         check_alike(run.shapes, values["parameters"])
@@ -279,7 +279,7 @@ class _Node:
             setting = setting.with_(
                 engine=setting.engine.with_(device=str(run.local.device), workers=1, clients_per_batch=1)
             )
-            setting = run.local.with_floor(setting)
+            setting = run.local.add_noise_floor(setting)
             fed, initial = seated(run.problem.fed, 0, seat, torch.tensor(values["sizes"])), start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
             job, server = make_job(setting, fed, replay=replay)
@@ -292,7 +292,7 @@ class _Node:
         return node, job
 
     def _keep(self, context: Context, run: str) -> None:
-        """Write the node's states to its folder, if the run can be resumed."""
+        """Write the node's states to its folder if the run can be resumed."""
         folder = self._run(context).local.folder
         if not run or folder is None:
             return
@@ -303,7 +303,7 @@ class _Node:
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
     def _recall(self, context: Context, run: str, accepted: int) -> None:
-        """Read the state in a round of a resumed run from the node's folder, if it is there."""
+        """Read the state of a round of a resumed run from the node's folder, if it is stored there."""
         folder = self._run(context).local.folder
         if not run or folder is None or not _rows_file(folder, context).exists():
             return
@@ -315,7 +315,7 @@ class _Node:
                 context.state[f"{STATE_PREFIX}{accepted}"] = arrays_of(rows)
 
     def _accepted_state(self, job: Job, context: Context, accepted: int, run: str) -> dict[str, Tensor] | None:
-        """Return the accepted state, and forget all other states.
+        """Return the accepted state, and delete all other states.
 
         Raises:
             _Lost: the node does not have this state, and its method needs one.
@@ -333,7 +333,7 @@ class _Node:
 
 
 class _Lost(FedloomError):
-    """Error of a node that has lost the state that the server expects."""
+    """Error: the node has lost the state that the server expects."""
 
 
 def _rows_file(folder: Path | str, context: Context) -> Path:

@@ -1,4 +1,4 @@
-"""Convert the data that the server and the nodes exchange to and from Flower's records."""
+"""Conversion of the data that the server and the nodes exchange to and from Flower's records."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
-"""Largest difference of means and spreads at which untrained values count as the same."""
+"""Maximum difference of means and standard deviations at which untrained values are treated as equal."""
 log = logging.getLogger("flwr").log
 """Function that writes to Flower's log. Different releases of Flower export it from different modules."""
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Return tensors as a record, as Flower writes them."""
+    """Convert tensors to a record in Flower's format."""
     return ArrayRecord({name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
 
 def messages_of(records: RecordDict) -> list[bytes]:
-    """Return the codec's messages in a message or a reply.
+    """Return the encoded arrays that a message or a reply contains.
 
     Raises:
-        WireError: there are no such messages.
+        WireError: there are no such arrays.
     """
     record = records.get(ARRAYS_RECORD)
     if not isinstance(record, ArrayRecord):
@@ -75,7 +75,7 @@ def head_of(records: RecordDict) -> dict[str, Any]:
 
 
 def write_values(**values: Any) -> ConfigRecord:
-    """Return the plain values of a message as a record.
+    """Write the plain values of a message to a record.
 
     Returns:
         A record with the values and the release.
@@ -84,7 +84,7 @@ def write_values(**values: Any) -> ConfigRecord:
 
 
 def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's values from a record.
+    """Read a module's values from a record.
 
     Raises:
         ConfigError: the values belong to a different module.
@@ -133,7 +133,7 @@ def check_alike(node: str, server: str) -> None:
     """Raise an error if a model differs from the server's model.
 
     Raises:
-        Refused: the models differ; the message shows the first such parameter on both sides.
+        Refused: the models differ. The message shows the first parameter that differs, on both sides.
     """
     facts, expected = json.loads(node), json.loads(server)
     for name in [*facts, *expected]:

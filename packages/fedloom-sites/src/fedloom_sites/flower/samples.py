@@ -1,4 +1,4 @@
-"""Convert the data sets of a node's app to tensors, and its module to one with a row per sample as input and output."""
+"""Conversion of an app's data sets to tensors, and of its module to one with a row per sample as input and output."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ AUGMENT_HINT = (
     "leave random transforms out of the data set and pass augment to the strategy, as augment={'flip': 0.5, 'crop': 4}"
 )
 COLLATED_AGAIN = 8
-"""Number of samples that a loader's collate_fn joins, and how often it joins them, to detect random changes.
+"""Number of samples that are passed to a loader's collate_fn, and how often they are passed, to detect random changes.
 
-A token that is masked with a probability of 0.15 differs among the 64 values of a position with probability 1 -
-1e-4."""
+If tokens are masked with a probability of 0.15, the 64 values of a position differ with probability 1 - 1e-4."""
 MAX_EXACT_INTEGER = 2**24
-"""Limit below which whole numbers are exact in float32."""
+"""Bound below which integers are exact in float32."""
 INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
 """Types of a module's inputs. Inputs with a floating-point type are converted to the type of the run."""
 
@@ -45,7 +44,7 @@ class Input(NamedTuple):
     """An input of a module.
 
     Attributes:
-        name: keyword of the input. The keyword is empty if inputs are passed by position.
+        name: keyword of the input. It is empty if inputs are passed by position.
         shape: shape of one sample.
         dtype: name in `INPUT_DTYPES`.
     """
@@ -59,11 +58,11 @@ class Signature(NamedTuple):
     """Call signature of an app's module.
 
     Attributes:
-        inputs: inputs of the module, next to each other in a row. The tuple is empty if a sample is the only input and
-            is passed on unchanged.
+        inputs: inputs of the module, which are stored next to each other in a row. The tuple is empty if the sample is
+            the only input and is passed on unchanged.
         outputs: shape of the output for one sample.
-        fields: True if the output has several fields, one of which is ``logits``.
-        positions: True if a sample has a label for each position, each with a row of ``outputs``.
+        fields: True if the output is a dict or an object, of which only ``logits`` is used. Number of values that each
+            input occupies in a row.
     """
 
     inputs: tuple[Input, ...]
@@ -82,7 +81,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Signature:
-        """Return the signature in the JSON from `text`.
+        """Read a signature from JSON that `text` has written.
 
         Raises:
             WireError: the text is not a signature.
@@ -102,7 +101,7 @@ class Signature(NamedTuple):
 
 
 class Unpack:
-    """Hook before a module's call that converts the rows ``[b, p]`` to the module's inputs."""
+    """Hook that is called before a module, and converts rows ``[b, p]`` to the module's inputs."""
 
     def __init__(self, signature: Signature) -> None:
         self.inputs, self._widths = signature.inputs, signature.widths
@@ -119,14 +118,14 @@ class Unpack:
 
 
 def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """Return a module's outputs as ``[b, k]`` in a hook, using only the logits if there are several fields."""
+    """Flatten a module's outputs to ``[b, k]`` in a hook, using only the logits if there are several fields."""
     outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
 def logits(_module: nn.Module, _args: object, outputs: object) -> Tensor:
-    """Return the logits of a module's outputs in a hook. Other outputs remain unchanged."""
+    """Return the logits of a module's outputs in a hook. Outputs without logits remain unchanged."""
     rows: Tensor = _logits_of(outputs)
     return rows
 
@@ -154,7 +153,7 @@ class NodeSamples(NamedTuple):
     """Samples in one part of a node's data.
 
     Attributes:
-        inputs: inputs ``[n, ...]`` by name.
+        inputs: inputs ``[n, ...]``, keyed by name.
         target: ``[n, ...]``.
         subject: subject of each sample ``[n]``. None if no subjects are given.
     """
@@ -165,7 +164,7 @@ class NodeSamples(NamedTuple):
 
 
 def read_samples(part: str, samples: object, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
-    """Return the inputs by name and the targets in a data set.
+    """Read a data set, and return its inputs by name and its targets.
 
     Args:
         part: name of the part, for messages.
@@ -178,7 +177,8 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
         ConfigError: the data set does not contain samples with a target.
     """
     if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(v, Tensor | np.ndarray) for v in samples):
-        batch: Any = tuple(map(torch.as_tensor, samples))
+        native = (v if isinstance(v, Tensor) else np.asarray(v, v.dtype.newbyteorder("=")) for v in samples)
+        batch: Any = tuple(map(torch.as_tensor, native))
     else:
         batch = _batch(part, samples)
     owners = None
@@ -257,7 +257,7 @@ def _batch(part: str, samples: object) -> Any:
 
 
 def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
-    """Return the samples that a loader visits, in the order of the data set."""
+    """Return the indices of the samples that a loader visits, in the order of the data set."""
     dataset: Any = loader.dataset
     sampler, every = loader.sampler, range(len(dataset))
     usual = type(loader.batch_sampler) in (BatchSampler, type(None))
@@ -289,11 +289,11 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
-    """Return the inputs in a form that a module accepts, and its signature, found by calling it on two samples.
+    """Convert inputs to a form that a module accepts, and find its signature by calling it on two samples.
 
     Args:
         module: the app's.
-        inputs: inputs ``[n, ...]`` by name.
+        inputs: inputs ``[n, ...]``, keyed by name.
 
     Returns:
         A row or array for each sample ``[n, ...]``, and the signature.
@@ -334,10 +334,10 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
 
 @torch.no_grad()
 def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
-    """Return the signature of a module that accepts these parts.
+    """Call a module with these inputs, and return its signature.
 
     Raises:
-        ConfigError: the module fails on the parts, or does not return a tensor with a row for each sample.
+        ConfigError: the module fails on the inputs, or does not return a tensor with a row for each sample.
     """
     training, two = module.training, x[:2]
     try:

@@ -1,4 +1,4 @@
-"""Use a method of fedloom as a Flower strategy."""
+"""A method of fedloom as a Flower strategy."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
-"""Replacements for Flower's configs."""
+"""Advice on what to use instead of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
-"""Number of rounds in a trial setting, which shows options that differ from those of a run with a single round."""
+"""Number of rounds in a second trial setting, which shows the options that depend on the number of rounds."""
 
 
 class Strategy(FlowerStrategy):
@@ -63,9 +63,10 @@ class Strategy(FlowerStrategy):
 
     Args:
         algorithm: name in ``fl.algorithms.REGISTRY``.
-        model: the module, the same as at the nodes. The values in ``initial_arrays`` replace its own values.
-        min_nodes: number of nodes to wait for before the first round. All nodes that are present at that point form the
-            federation.
+        model: the module, which must be the same as at the nodes. The values in ``initial_arrays`` replace its own
+            values.
+        min_nodes: minimum number of nodes to wait for before the first round. All nodes that are present at that point
+            form the federation.
         wait: number of seconds to wait for the nodes.
         evaluate_every: number of rounds between two evaluations at the nodes. 0 for no evaluation.
         folder: folder for the run's checkpoint, which is written after every round. Calling `start` with the folder of
@@ -75,8 +76,8 @@ class Strategy(FlowerStrategy):
             `fedloom.Setting`. Any other argument is an option of the method.
 
     Attributes:
-        state: state of the run after the newest round (`fedloom.engine.state.State`). None before the first round.
-        client_metrics: metrics of every client, by the round of the evaluation.
+        state: state of the run after the latest round (`fedloom.engine.state.State`). None before the first round.
+        client_metrics: metrics of every client, keyed by the round of the evaluation.
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
@@ -122,7 +123,8 @@ class Strategy(FlowerStrategy):
 
         An interrupted run continues with its remaining rounds.
 
-        Local training follows the strategy's ``local``. The configs are sent as well, but fedloom does not read them.
+        Local training uses the strategy's ``local`` settings. The configs are sent as well, but fedloom does not read
+        them.
 
         Returns:
             Flower's result. Rounds are numbered from the first round of the run.
@@ -180,7 +182,7 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Draw the cohort for the next round, and return its messages.
+        """Sample the cohort for the next round, and return its messages.
 
         Raises:
             ConfigError: Flower's differential privacy wraps this strategy, or the arrays do not come from this
@@ -209,7 +211,7 @@ class Strategy(FlowerStrategy):
             sent.extend(messages)
             raise _Configured
 
-        self._answers = Remembering(clients.through(note))
+        self._answers = Remembering(clients.replace_sender(note))
         with suppress(_Configured, RunStopped):  # `aggregate_train` reports a round that stops
             run_round(job, self._answers, state)
         for message in sent:
@@ -224,7 +226,7 @@ class Strategy(FlowerStrategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Aggregate the usable replies, and return the global model and the round's counts.
 
-        With too few replies, nothing changes.
+        With too few replies, the state of the run does not change.
 
         Returns:
             The global model, or None before the last round if nothing reads it (i.e. without an ``evaluate_fn`` or
@@ -235,7 +237,7 @@ class Strategy(FlowerStrategy):
         """
         clients, job, before = self._running
         arrived = list(replies)
-        answering = clients.through(lambda _messages: arrived)
+        answering = clients.replace_sender(lambda _messages: arrived)
         replaying = self._answers.replaying(answering)
         try:
             state, events = run_round(job, replaying, before)
@@ -289,15 +291,15 @@ class Strategy(FlowerStrategy):
 
     @undisturbed()
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Return the mean scores over the nodes, weighted by the samples in the part, or None without an evaluation.
+        """Return the mean scores, weighted by the nodes' numbers of samples, or None without an evaluation.
 
         Returns:
-            The means by ``model/part/metric``. None in a round without an evaluation.
+            The means, keyed by ``model/part/metric``. None in a round without an evaluation.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
             return None
-        clients = self._clients.through(lambda _messages: arrived)
+        clients = self._clients.replace_sender(lambda _messages: arrived)
         list(clients.score(self._request))
         self.client_metrics[server_round + self._before] = clients.scores
         sizes = {part: self._job.eval_fed.sizes(part).double() for part in ("train", "validation", "test")}
@@ -328,7 +330,7 @@ class Strategy(FlowerStrategy):
     @undisturbed()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
-        """Find the nodes of the run, build the job from their samples, and return the initial state."""
+        """Find the nodes of the run, build the job from their descriptions of samples, and return the initial state."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
@@ -373,7 +375,7 @@ class Strategy(FlowerStrategy):
         return self._clients, self._job, self.state
 
     def _warn_of_unread(self, name: str, config: ConfigRecord) -> None:
-        """Log once for every key that it has no effect."""
+        """Log a warning, once per key, that the key has no effect."""
         keys = [key for key in config if key != ROUND_KEY and (name, key) not in self._unread]
         self._unread |= {(name, key) for key in keys}
         if keys:
@@ -386,7 +388,7 @@ class Strategy(FlowerStrategy):
             )
 
     def _look(self, grid: Grid) -> None:
-        """Update which nodes of the run are present."""
+        """Update which nodes of the run are connected."""
         clients, *_ = self._running
         for node in clients.roll.connect({*grid.get_node_ids()}):
             log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
@@ -398,7 +400,7 @@ class Strategy(FlowerStrategy):
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
     def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
-        """Greet the nodes, and return them by number with a description of their samples.
+        """Ask the nodes to introduce themselves, and return them with a description of their samples.
 
         Args:
             grid: Flower's connection to the nodes.
@@ -438,7 +440,7 @@ class Strategy(FlowerStrategy):
 
 
 def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
-    """Log those options of a method that depend on the number of rounds, which is unknown in an app's own loop."""
+    """Log a warning about options that depend on the number of rounds, which is unknown in an app's own loop."""
     options, of_many = dump(setting.method), dump(longer.method)
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:

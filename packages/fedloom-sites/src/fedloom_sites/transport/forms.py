@@ -23,9 +23,9 @@ from fedloom.local.rows import rows_of
 from fedloom.processes.clients import ScoreRequest, TrainRequest
 
 HEADER_BYTES = 1 << 16
-"""Largest number of bytes in a message of the codec in addition to its numbers."""
+"""Maximum number of bytes in an encoded message in addition to its numbers."""
 WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
-"""Names that are not fields of the method."""
+"""Names of message fields that are not fields of the method."""
 
 
 class Forms:
@@ -34,8 +34,8 @@ class Forms:
     Args:
         job: run, either at the server or at a site.
         server: state of the server before the first round.
-        client: number of any client.
-        dense: True to write the numbers in an upload one by one, whatever the channel, because a node of a Flower app
+        client: number of an arbitrary client.
+        dense: True to encode all numbers of an upload one by one, whatever the channel, because a node of a Flower app
             may change its upload after the channel.
 
     Attributes:
@@ -56,7 +56,7 @@ class Forms:
 
     @cached_property
     def longest(self) -> int:
-        """Largest number of bytes in an upload or an answer.
+        """Maximum number of bytes in an upload or an answer.
 
         No encoding is longer than the dense one.
         """
@@ -70,7 +70,7 @@ class Forms:
     def write_down(self, down: Any, server: Any = None) -> bytes:
         """Encode the download of one client (fields ``[1, .]`` or ``[.]``).
 
-        ``server`` contains the ranks of matrices.
+        ``server`` is the server's state, which contains the ranks of matrices.
         """
         return self._messages.down(down, server).encode()
 
@@ -172,21 +172,21 @@ class Forms:
         return down, self.read_model(rest[0]) if rest or down is None else down[0].reshape(-1)
 
     def _is_received(self, down: Any, shared: Tensor) -> bool:
-        """Return True if a client that reads the download also has the global model, bit for bit."""
+        """Return True if a client that decodes the download also has the global model, bit for bit."""
         return self._messages.is_exact(self._down._fields[0]) and torch.equal(down[0].reshape(-1), shared)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
     @cached_property
     def _answer(self) -> Tensor:
-        """Return the format of an answer to the sampler."""
+        """Format of an answer to the sampler."""
         model = self._job.algorithm.global_model(self._server)
         assert model is not None
         return self._job.setting.sampler.probe(model, self._work)
 
     @cached_property
     def _upload(self) -> Letter:
-        """Return the format of an upload."""
+        """Format of an upload."""
         job, model = self._job, self._model[None]
         info = (
             job.setting.aggregation_weights.probe(self._down, model, self._work)
@@ -202,7 +202,7 @@ def _answers(info: Tensor | None, sampler_report: Tensor | None) -> dict[str, Te
 
 
 def score_names(job: Job) -> list[tuple[str, str, str]]:
-    """Return model, part and metric of every score that a site in the run can have, in the same order everywhere."""
+    """Return the model, part and metric of every score that a site can have, in the same order everywhere."""
     task, index = job.oracle.task, torch.zeros(0, dtype=torch.long)
     blank = task.metrics(torch.zeros(0, task.outputs, dtype=job.oracle.dtype), job.fed.targets(index), index, 1)
     names = sorted({*blank, "nonzeros", "rank", "factorised"})

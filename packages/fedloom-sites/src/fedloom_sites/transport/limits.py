@@ -1,4 +1,4 @@
-"""Limits of real clients, i.e. choices that only a simulation can compute, for deployments and Flower apps."""
+"""Limits of real clients: choices that only a simulation can compute, for deployments and Flower apps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool
     Args:
         name: name of the method, for messages.
         setting: the run.
-        party: word for the clients, in the plural, for messages.
+        party: plural noun for the clients, for use in messages.
         streams: True if clients may answer at any time, so that buffered schedules work.
 
     Raises:

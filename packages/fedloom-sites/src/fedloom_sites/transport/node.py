@@ -1,4 +1,4 @@
-"""Run at the place of one client's samples, for both a deployment's site and a node of a Flower app."""
+"""A run at the place of one client's samples, which is a deployment's site or a node of a Flower app."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Node:
         return Forms(self.job, self.server, int(self.ids), dense=self._dense)
 
     def load_state(self, job: Job, tensors: Mapping[str, Tensor] | None) -> None:
-        """Write a state of the client into the stores of the run.
+        """Load a client's state into the stores of the run.
 
         Args:
             job: this run, possibly with shares of the objective.
@@ -49,7 +49,7 @@ class Node:
                 store.write(self.ids, remade(store.template, [fields[field][None] for field in store.template._fields]))
 
     def answer(self, job: Job, message: bytes, t: int) -> tuple[bytes, list[int]]:
-        """Return the encoded answer about the global model to a sampler, and the work.
+        """Return the client's encoded answer about the global model, which a sampler has requested, and the work.
 
         Raises:
             WireError: the message contains no global model.
@@ -58,11 +58,11 @@ class Node:
         return self.forms.write_answer(answer), counts[0, :3].tolist()
 
     def train(self, job: Job, down: Fields, t: int) -> ClientOutput:
-        """Train in a round, starting from the loaded state."""
+        """Train for one round, starting from the loaded state."""
         return run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
 
     def receive(self, messages: Sequence[bytes], *, common: bool) -> tuple[Any, Tensor | None]:
-        """Return the download as if every client had received it, and the global model ``[d]``.
+        """Decode the download, expanded as if every client had received it, and the global model ``[d]``.
 
         Each is None if the messages do not contain it.
 
@@ -89,21 +89,21 @@ class Node:
         return NodeModels(down, shared, shared if row is None else row, "global" if row is None else "personal")
 
     def score(self, job: Job, models: NodeModels, t: int) -> Scores:
-        """Compute the models' scores on the client's parts."""
+        """Compute the models' scores on the client's parts of the data."""
         return score_chunk(job, models.down, models.shared, ScoreTask(t, self.ids, self.ids, common=False))
 
     def score_hybrid(self, job: Job, scores: Scores) -> Scores:
-        """Return the scores, including those of the model that is better on the validation part."""
+        """Return the scores, including those of the hybrid model, the model that is better on the validation part."""
         return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
 
 
 class NodeModels(NamedTuple):
-    """Models in an evaluation at a client.
+    """Models that a client scores in an evaluation.
 
     Attributes:
         down: download as if every client had received it, or None.
         shared: global model ``[d]``, or None.
-        row: the client's newest model ``[d]``, or None.
+        row: the client's latest model ``[d]``, or None.
         kind: "personal" or "global", for ``row``.
     """
 

@@ -1,4 +1,4 @@
-"""Roll: the clients of a run at real sites, and the Flower nodes at which they answer."""
+"""Registry of a run's clients at real sites, and of the Flower nodes at which they answer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class Roll:
-    """Clients of a run and their nodes.
+    """Clients of a run and their Flower nodes.
 
     Args:
-        client_of: client of every node that has introduced itself, by Flower's node number.
+        client_of: client of every node that has introduced itself, keyed by Flower's node number.
         sizes: number of training, validation and test samples of every client, ``[n, 3]``.
 
     Attributes:
-        nodes: Flower's node number of every connected client, by client.
+        nodes: Flower's node number of every connected client, keyed by client.
         sizes: number of training, validation and test samples of every client, ``[n, 3]``.
     """
 
@@ -24,15 +24,15 @@ class Roll:
         self.nodes: dict[int, int] = {}
 
     def client(self, node: int) -> int | None:
-        """Return the client at a node by the node's last introduction, or None if it never introduced itself."""
+        """Return the client that a node named in its last introduction, or None if the node never introduced itself."""
         return self._client_of.get(node)
 
     def enter(self, client: int, node: int) -> None:
-        """Record that a client answers at a node, and count it as connected."""
+        """Record that a client answers at a node, and mark the client as connected."""
         self.nodes[client], self._client_of[node] = node, client
 
     def connect(self, here: Collection[int]) -> list[int]:
-        """Count exactly the known clients at these nodes as connected, and return the nodes that have left."""
+        """Mark exactly the known clients at these nodes as connected, and return the nodes that have disconnected."""
         before = {*self.nodes.values()}
         self.nodes = {client: node for node, client in self._client_of.items() if node in here}
         return sorted(before - {*self.nodes.values()})

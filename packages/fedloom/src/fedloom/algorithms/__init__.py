@@ -1,4 +1,4 @@
-"""The methods: one file per paper. ``REGISTRY`` contains every name."""
+"""The methods. Each paper has its own file. ``REGISTRY`` maps every name to its method."""
 
 from fedloom.algorithms._base import Algorithm as Algorithm
 from fedloom.algorithms._messages import Delta as Delta
@@ -137,14 +137,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
-"""Every method by name: an algorithm, or a preset that names a composition."""
+"""Every method by name. A method is an algorithm, or a preset that combines an algorithm with other parts."""
 
 
 def role_of(method: Algorithm | PresetMethod) -> str:
-    """Return the role that a method plays as a baseline in a comparison, whatever its name.
+    """Return the role that a method plays as a baseline in a comparison, whatever the method is called.
 
-    "alone": clients train separately and send nothing. "average": the single model of FedAvg. "pooled": all samples in
-    one place. The role is empty for any other method.
+    "alone": clients train separately and send nothing. "average": all clients share the single model of FedAvg.
+    "pooled": all samples are in one place. The role is empty for all other methods.
     """
     if isinstance(method, PresetMethod):
         return "pooled" if method.pooled else ""

@@ -1,10 +1,10 @@
-"""Base class of all algorithms: a frozen value whose functions are pure.
+"""Base class of all algorithms. An algorithm is a frozen value whose functions are pure.
 
-It also provides the names that method files import.
+The module also provides the names that the files of methods import.
 
-Letters have the same meaning in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models,
-g gradients, y duals, c control variates. m is the number of clients in the cohort, and n the number of all clients.
-Per-client scalars are ``[m, 1]``. A difference is always new - old.
+Letters have the same meaning in every file: x is the server's model ``[d]``, w are local models ``[m, d]``, v personal
+models, g gradients, y duals and c control variates. m is the number of clients in the cohort, and n is the number of
+all clients. Scalars per client have the shape ``[m, 1]``. A difference is always the new value minus the old value.
 """
 
 from __future__ import annotations
@@ -35,37 +35,38 @@ from fedloom.rows.proxes import Prox
 from fedloom.values import FACTOR_PATTERN, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
-"""Format of a derived option: a number, or a multiple of the derived value."""
-_MULTIPLE = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
+"""Serialization of a derived option: a number, or text for a multiple of the derived value."""
+_MULTIPLE_SCHEMA = {"type": "string", "pattern": f"^{FACTOR_PATTERN}$"}
 
 Derived = Annotated[
     float, Gt(0), WrapValidator(or_derived), AS_IT_IS,
-    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE]}),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE_SCHEMA]}),
 ]  # fmt: skip
-"""Type of a positive option. If it is None, the default, `Algorithm.derived` sets it before the first round. "2x" is
-twice the derived value."""
+"""Type of a positive option with a derived default. If the option is None, `Algorithm.derived` sets it before the first
+round. "2x" means twice the derived value."""
 
 DerivedFrom0 = Annotated[
     float, Ge(0), WrapValidator(or_derived), AS_IT_IS,
-    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE]}),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE_SCHEMA]}),
 ]  # fmt: skip
-"""Type of a derived option that may also be 0."""
+"""Type of an option with a derived default that may also be 0."""
 
 
 def by_rule(**field: Any) -> Any:
-    """Declare a field that `Algorithm.derived` fills in if it is not given."""
+    """Declare a field that `Algorithm.derived` sets if the user does not."""
     return Field(None, **field)
 
 
 DEFAULT_KINDS = ("default", "paper", "released")
-"""Source of the options' default values: fedloom, the paper, or the paper's public code."""
+"""Sources of the options' default values: fedloom itself, the paper, or the paper's public code."""
 
 
 def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the constants that the option ``defaults`` selects.
+    """Return the option values that belong to the choice ``defaults``.
 
     Raises:
-        ValueError: ``defaults`` is neither "default", "paper" nor "released", or the method has no released constants.
+        ValueError: ``defaults`` is not "default", "paper" or "released", or it is "released" and the method has no
+            values from public code.
     """
     if defaults not in DEFAULT_KINDS:
         raise ValueError(f"defaults must be 'default', 'paper' or 'released', got {defaults!r}")
@@ -77,10 +78,10 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
 
 
 def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
-    """Raise if an option weights clients by samples although their shares differ, because samples would count twice.
+    """Raise if an option would weight clients by samples although the clients' shares already differ.
 
     Raises:
-        ConfigError: the clients' shares differ.
+        ConfigError: the clients' shares are not equal.
     """
     if len(ctx.weight.unique()) > 1:
         name = type(method).__name__
@@ -88,41 +89,44 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 
 
 class Algorithm(Value, ABC):
-    """A federated method.
+    """Federated method.
 
-    Its fields are its hyperparameters. Its functions are stateless and do not modify their arguments.
+    The fields of a method are its hyperparameters. The functions of a method are stateless and do not change their
+    arguments.
     """
 
     mixes: ClassVar[bool] = False
-    """`down` mixes the stored rows of the cohort. Otherwise, `down` receives no stored rows."""
+    """True if `down` mixes the rows that the server stores for the cohort. If False, `down` does not receive any stored
+    rows."""
     plain_sgd: ClassVar[str | None] = None
-    """Reason why the method needs plain SGD, or None if it does not. A run with momentum or another optimizer is
-    rejected with this sentence."""
+    """Reason why the method needs plain SGD, or None if it works with other optimizers. A run with momentum or another
+    optimizer is rejected with this reason."""
     needs_sgd: ClassVar[str | None] = None
-    """Reason why the method needs SGD, with or without momentum, or None if it does not. A run with another optimizer
-    is rejected with this sentence."""
+    """Reason why the method needs SGD, with or without momentum, or None if it works with other optimizers. A run with
+    another optimizer is rejected with this reason."""
     uses_shares: ClassVar[bool] = False
-    """True if the local problems contain the clients' shares alpha_i (``work.weight``): the fields that the server
-    stores per client then arrive as a uniform mean. All other methods use the shares only in means."""
+    """True if the local problems contain the clients' shares alpha_i (``work.weight``). Fields that the server stores
+    per client then arrive as an unweighted mean. All other methods use the shares only as weights in means."""
     needs_exact: ClassVar[str | None] = None
-    """Reason why no channel may change uploads, or None if channels may. A run with a channel is rejected with this
-    sentence."""
+    """Reason why no channel may change uploads, or None if channels may do so. A run with a channel is rejected with
+    this reason."""
     weighs_partial: ClassVar[bool] = False
-    """True if the server's weights or the local problem tolerate that some clients take fewer steps than others, so
-    that a deadline may shorten their work (`affordable`)."""
+    """True if clients may take different numbers of steps because the server's weights or the local problem account for
+    this. A deadline may then shorten a client's work (`affordable`)."""
     counting_option: ClassVar[str] = ""
     """Setting that makes the server's model a mean over all clients (`counts_absent`), such as ``"server_lr =
-    'fraction'"``, for a method that otherwise applies the cohort's whole change."""
+    'fraction'"``. The setting is needed if a method otherwise applies the cohort's change in full."""
     projects: ClassVar[bool] = False
-    """True if the method works in a subspace. It uses the projection matrix that a run replays (``ctx.projection``,
+    """True if the method works in a random subspace. A replayed run sets the matrix (``ctx.projection``,
     ``work.projection``)."""
     family: ClassVar[str] = "consensus"
     """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
-    """The paper's values of options whose default differs: ``defaults = "paper"`` selects them."""
+    """Values from the paper for those options whose default differs. These values are selected with ``defaults =
+    "paper"``."""
     released: ClassVar[Mapping[str, Any]] = {}
-    """Values and variants in the paper's public code that differ from the paper: ``defaults = "released"`` selects
-    them."""
+    """Values and variants from the paper's public code that differ from the paper. These values and variants are
+    selected with ``defaults = "released"``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,14 +145,17 @@ class Algorithm(Value, ABC):
         return {**choose_defaults(options["defaults"], cls.paper, cls.released), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        """Return values for the options that are None, derived from facts known before the first round."""
+        """Return values for the options that are None.
+
+        These values are derived from what is known before the first round.
+        """
         return {}
 
     def derive_options(self, ctx: Ctx) -> Self:
-        """Return the method with its derived options filled in, as simulations and deployments run it.
+        """Return the method after setting its derived options, in the form in which simulations and deployments run it.
 
         Raises:
-            ConfigError: a derived value is out of range. Give the option.
+            ConfigError: a derived value is out of range, so the option must be set.
         """
         factors = {name: factor_of(getattr(self, name)) for name in type(self).model_fields}
         factors = {name: factor for name, factor in factors.items() if factor}
@@ -173,25 +180,28 @@ class Algorithm(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """True if a method that mixes receives the stored rows of all clients ``[n, .]`` and not only of the cohort."""
+        """True if `down` receives the stored rows of all clients ``[n, .]``.
+
+        Otherwise, `down` receives only the rows of the cohort.
+        """
         return False
 
     def mixer(self, round: int) -> Mixer | None:
-        """Return the mixer of the method's downloads in a round, or None if it does not mix the primary field."""
+        """Return the mixer of the downloads in a round, or None if downloads are not mixtures of the primary field."""
         return None
 
     @property
     def counts_absent(self) -> bool:
-        """True if the server's model is a mean over all clients, where absent clients count by their stored rows."""
+        """True if the server's model is a mean over all clients, in which stored rows represent the absent clients."""
         return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the keys of ``[local]`` that have no effect on this method.
+        """Keys of ``[local]`` that have no effect on this method.
 
-        A run adds a note for each such key that is not at its default.
+        A run adds a note for each of these keys that is not at its default.
 
-        By default, these are the keys for the steps of local SGD if the option ``solver`` is "svrg", "gd" or
+        By default, these are the keys that control local SGD, provided that the option ``solver`` is "svrg", "gd" or
         "released".
         """
         steps = ("lr", "schedule", "epochs", "steps")
@@ -201,9 +211,9 @@ class Algorithm(Value, ABC):
 
     @property
     def full_gradients(self) -> str:
-        """Return the method's option that needs exact full gradients, or "" if the method uses local SGD.
+        """Option of the method that needs exact full gradients, or "" if the method uses local SGD.
 
-        By default, this is the option ``solver``, if a method has it and it is not "sgd".
+        By default, this is the option ``solver``, if the method has this option and it is not "sgd".
         """
         solver = getattr(self, "solver", "sgd")
         return "" if solver == "sgd" else f"{type(self).__name__} with solver {solver!r}"
@@ -213,24 +223,26 @@ class Algorithm(Value, ABC):
 
         Args:
             x0: initial model ``[d]``.
-            ctx: round 0.
+            ctx: context of round 0, before the first round.
 
         Returns:
-            Server state, the template of a client's rows, and the upload that the server stores for a client before the
-            client's first upload (None without `Kept` fields).
+            The server's state, the initial state of a client, and the upload that represents a client before its first
+            upload (None without `Kept` fields).
         """
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
-        """Return the download: fields ``[d]``, or ``[m, .]`` if clients receive different values.
+        """Return the download.
+
+        The fields of the download are ``[d]``, or ``[m, .]`` if clients receive different values.
 
         The first field is the model if uploads contain a model.
 
-        By default, the download contains the fields of the server's state that `client` names in the annotation of its
-        download.
+        By default, the download contains those fields of the server's state that the annotation of `client`'s download
+        names.
 
         Raises:
-            ConfigError: the server's state lacks one of these fields.
+            ConfigError: one of these fields is not part of the server's state.
         """
         fields = download_type(type(self))
         for name in fields._fields:
@@ -241,27 +253,27 @@ class Algorithm(Value, ABC):
 
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields]:
-        """Run a client's round and return the upload and the client's new rows."""
+        """Run a round of the clients, and return their uploads and their new states."""
 
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
-        """Return the local steps ``[m, 1]`` of clients that can train on ``samples [m, 1]`` before a deadline.
+        """Return how many local steps ``[m, 1]`` clients take if a deadline limits them to ``samples [m, 1]``.
 
-        By default, it is the number of their batches, but at most the number of steps in the round.
+        By default, this is the number of batches that these samples fill, but at most the number of steps in the round.
         """
         size = work.local.batch_size
         batch = work.sizes if size == "full" else work.sizes.clamp(max=size)
         return torch.minimum((samples / batch).floor(), work.steps.to(samples)).long()
 
     def received(self, down: Any, up: Any) -> Tensor:
-        """Return the model ``[d]`` or ``[m, d]`` from which the clients started.
+        """Return the model ``[d]`` or ``[m, d]`` from which the clients started training.
 
-        A channel transforms the change from this model.
+        A channel transforms the change from this model to the trained model.
 
-        By default, it is the first field of the download. It is zero if uploads do not contain a model.
+        By default, this is the first field of the download, or zero if uploads do not contain a model.
 
         Args:
-            down: the clients' download.
-            up: their uploads. A channel leaves their labels unchanged.
+            down: the download that the clients received.
+            up: the clients' uploads. A channel leaves labels in them unchanged.
         """
         name = primary_field(type(self))
         if upload_fields(type(self))[name].carries != "model":
@@ -270,130 +282,132 @@ class Algorithm(Value, ABC):
         return received
 
     def decode(self, down: Any, rows: Any, up: Any, work: Work) -> Tensor:
-        """Return the local models ``[m, .]`` that uploads contain. This function is the inverse of `encode`.
+        """Return the local models ``[m, .]`` that are contained in uploads. This function is the inverse of `encode`.
 
-        By default, a local model is the primary field plus its base. A method whose primary field is a multiple of the
-        model's change must override this function and `encode`.
+        By default, a local model is the primary field plus its base. If the primary field of a method is a multiple of
+        the model's change, the method must override this function and `encode`.
 
         Args:
-            down: the clients' download.
-            rows: the clients' state before the round.
-            up: their uploads.
-            work: their local problems. Only simulations call this function, and its computations do not count as work
-                of the method.
+            down: the download that the clients received.
+            rows: the clients' states before the round.
+            up: the clients' uploads.
+            work: the clients' local problems. Only simulations call this function, and its computations are not
+                recorded as work of the method.
         """
         name = primary_field(type(self))
         model: Tensor = getattr(up, name) + base_of(upload_fields(type(self))[name], down, rows)
         return model
 
     def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields] | None:
-        """Return the upload and the new rows of clients whose local training ends at ``model [m, .]``.
+        """Return the uploads and new states of clients whose local training ends at ``model [m, .]``.
 
-        Attackers forge it.
+        Attackers use this function to forge their messages.
 
-        By default (None), the primary field is the model minus its base, a state field with this base becomes the
-        model, and all other fields are as for a client that takes no step. A method overrides this function if its
-        upload contains the model in a different form, or contains other fields that depend on the model.
+        By default, the function returns None. The primary field is then the model minus the field's base, a state field
+        that serves as this base becomes the model, and all other fields are those of a client that takes no step. A
+        method overrides this function if its upload contains the model in a different form, or if other fields of the
+        upload depend on the model.
 
         Args:
-            model: models that an attack produces, which need not be close to any trained model.
-            down: the clients' download.
-            rows: the clients' state before the round.
-            work: their local problems. Only simulations call this function, and its computations do not count as work
-                of the method.
+            model: models that an attack produces. They need not be close to any trained model.
+            down: the download that the clients received.
+            rows: the clients' states before the round.
+            work: the clients' local problems. Only simulations call this function, and its computations are not
+                recorded as work of the method.
         """
         return None
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-        """Return the ranges of upload fields by name: the smallest and largest value of the field, or of each number.
+        """Return the ranges of upload fields, keyed by name: the smallest and the largest allowed value.
 
-        A deployed server rejects values outside these ranges. None by default.
+        A deployed server rejects values outside these ranges. By default, there are no ranges.
 
         Args:
-            down: the clients' download.
-            up: their uploads.
-            work: their local problems. The server knows only the numbers of samples and steps, and the step size.
+            down: the download that the clients received.
+            up: the clients' uploads.
+            work: the clients' local problems. The server knows only the numbers of samples and steps and the step size.
         """
         return {}
 
     @abstractmethod
     def server(self, server: Any, up: Any, ctx: Ctx) -> Fields:
-        """Apply the server's step to the aggregated upload of the accepted cohort."""
+        """Perform the server's step with the aggregated upload of the accepted cohort, and return the new state."""
 
     def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
-        """Return the server's state after the clients' shares have changed between two rounds (see `Setting.weights`).
+        """Return the server's state after the clients' shares changed between two rounds (see `Setting.weights`).
 
-        By default, it returns None if the server accumulates uploads over rounds (`Mean.accumulates`), because new
-        shares do not apply to earlier rounds. A run is rejected if this function returns None.
+        By default, the result is None if the server accumulates uploads over rounds (`Mean.accumulates`), because the
+        new shares do not apply to earlier rounds. If the result is None, the run is rejected.
 
         Args:
-            server: the server's state. Its sums use the old shares.
-            moved: one field ``[d]`` per accumulated sum: over all clients, the sum of the change in share times the
-                client's accumulated uploads. Adding this field to the old sum gives the sum with the new shares.
-            ctx: all clients with their new shares.
+            server: the server's state. The sums accumulated in this state use the old shares.
+            moved: one field ``[d]`` per accumulated sum. The field is the sum over all clients of the client's change
+                in share times its accumulated uploads. Adding this field to the old sum gives the sum with the new
+                shares.
+            ctx: context with all clients and their new shares.
         """
         accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
         same: Fields | None = None if accumulates else server
         return same
 
     def global_model(self, server: Any) -> Tensor | None:
-        """Return the global model ``[d]``, or None for a method without a global model.
+        """Return the global model ``[d]``, or None if the method has no global model.
 
-        By default, it is the field x of the server's state.
+        By default, this is the field x of the server's state.
         """
         return getattr(server, "x", None)
 
     def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
-        """Return the personal models ``[m, d]``, or None for a method without personal models."""
+        """Return the personal models ``[m, d]``, or None if the method has no personal models."""
         return None
 
     def remarks(self, server: Any) -> list[str]:
-        """Return warnings about the server's state after a round. A run notes each warning once."""
+        """Return warnings about the server's state after a round. Each warning is added to the run's notes once."""
         return []
 
     def observe(self, down: Any, rows: Any, work: Work) -> Fields | None:
-        """Return every client's rows for `diagnostics` after a round, a NamedTuple of ``[m, .]``, or None.
+        """Return the rows that `diagnostics` needs after a round, a NamedTuple of ``[m, .]``, or None if it needs none.
 
         Args:
-            down: a download computed from the server's state after the round.
+            down: download computed from the server's state after the round.
             rows: the clients' states after the round.
-            work: their local problems. Only simulations call this function, and its computations do not count as work
-                of the method.
+            work: the clients' local problems. Only simulations call this function, and its computations are not
+                recorded as work of the method.
         """
         return None
 
     def diagnostics(self, server: Any, total: Any, ctx: Ctx) -> dict[str, float]:
-        """Return values to record after an evaluated round, by name.
+        """Return values to record after a round that is evaluated, keyed by name.
 
         Args:
             server: the server's state.
-            total: fields of `observe`, each summed over all n clients.
-            ctx: all clients.
+            total: fields returned by `observe`, each summed over all n clients.
+            ctx: context with all clients.
         """
         return {}
 
     def proxes(self) -> dict[str, Prox]:
-        """Return the functions whose prox produces models of this method, by their name in `Sent`.
+        """Return the functions whose prox is used to compute the method's models, keyed by their name in `Sent`.
 
-        By default, these are the method's fields with a prox.
+        By default, these are the method's fields that contain a function with a prox.
 
-        A method with such functions is composite: for its models, the number of nonzeros is recorded, and the ranks if
-        they are of low rank.
+        A method with such functions is composite. For its models, the number of nonzeros is recorded, and the ranks if
+        the models have low rank.
         """
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: value for name, value in values.items() if isinstance(value, Prox)}
 
     def part(self, name: str, layout: Layout) -> Tensor:
-        """Return the bool mask ``[d]`` that an upload field names as its part."""
+        """Return the bool mask ``[d]`` for the name that a field of an upload or download gives as its ``part``."""
         raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Raise if the method cannot be used with a model or setting.
+        """Raise if the method cannot be used with the given model or setting.
 
         Returns:
-            Sentences of warning.
+            Warnings, one sentence each.
 
         Raises:
-            ConfigError: the combination is impossible. The message states the reason.
+            ConfigError: this combination is impossible. The message states the reason.
         """
         return []

@@ -1,4 +1,4 @@
-"""Message declarations: how fields are aggregated and encoded, read from the annotations of a method."""
+"""Declarations of messages: the annotations of a method state how each field is aggregated and encoded."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError
 from fedloom.hints import nearest
-from fedloom.rows.proxes import Form, made_by
+from fedloom.rows.proxes import Form, find_form
 from fedloom.values import Value
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of an upload field.
+    """Declaration of an upload field, with the properties that all kinds of fields have.
 
     Attributes:
-        base: value that is subtracted in the field: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
+        base: value that is subtracted from the field before it is sent: ``"zero"`` (none), ``"down.<field>"`` or
+            ``"rows.<field>"``.
         primary: True for the field that contains the model.
-        accumulates: True if the server adds the field up over rounds, times ``ctx.part``. The field then arrives as its
-            mean over the cohort, weighted by the clients' shares, whatever the weigher is.
-        part: name of one of the algorithm's masks (`Algorithm.part`): only these coordinates are sent.
-        label: True for a number that is an identifier, such as the number of a cluster. A channel does not change it.
-        carries: content of a primary field. Only a model is a change from the download's first field.
+        accumulates: True if the server adds the field, times ``ctx.part``, to a sum over rounds. The field then arrives
+            as the cohort's mean, weighted by the clients' shares, even if a weigher is used.
+        part: name of one of the algorithm's masks (`Algorithm.part`). Only the coordinates in this mask are sent.
+        label: True if the numbers are identifiers, such as the number of a cluster. A channel does not change such a
+            field.
+        carries: what a primary field contains. Only a field that carries "model" is a change relative to the first
+            field of the download.
     """
 
     averaged: ClassVar[bool] = True
-    """True if the field arrives as one vector ``[d]``."""
+    """True if the server receives the field as one vector ``[d]``."""
     keeps: ClassVar[bool] = False
-    """True if the server stores every client's last row."""
+    """True if the server stores the last row of every client."""
 
     base: str = "zero"
     primary: bool = False
@@ -46,34 +49,36 @@ class Kind:
         """Check the weight.
 
         Raises:
-            ValueError: the field is not kept.
+            ValueError: the server does not store rows of this field.
         """
         if self.weight is not None and not self.keeps:
             raise ValueError(f"only a Kept field can have a weight, got {type(self).__name__}(weight={self.weight!r})")
 
     @property
     def single(self) -> bool:
-        """True if the server receives each client's row separately."""
+        """True if the server receives the row of each client separately."""
         return self.keeps or not self.averaged
 
     @property
     def weighable(self) -> bool:
-        """True if the weigher applies to the field, and not only the clients' shares."""
+        """True if means of the field use the weigher's weights instead of the clients' shares."""
         return not self.single and not self.accumulates
 
 
 @dataclass(frozen=True)
 class Mean(Kind):
-    """Field that reaches the server as the cohort's aggregate ``[d]``, weighted by shares or by the weigher."""
+    """Upload field that arrives as the cohort's mean ``[d]``, weighted by the clients' shares or by the weigher."""
 
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """Field of which the server stores every client's last row. It arrives aggregated over all n clients, ``[d]``.
+    """Upload field of which the server stores every client's last row.
+
+    The server's step receives the field as a mean ``[d]`` over all n clients.
 
     Attributes:
-        weight: name of another stored field ``[m, 1]``, nonnegative, which is a client's weight in the mean and which a
-            channel does not change. None: the weight is the client's share.
+        weight: name of another stored field ``[m, 1]`` with nonnegative numbers, which are the clients' weights in the
+            mean. A channel does not change this field. If None, the clients' shares are the weights.
     """
 
     keeps: ClassVar[bool] = True
@@ -81,7 +86,7 @@ class Kept(Kind):
 
 @dataclass(frozen=True)
 class Rows(Kind):
-    """Field that arrives as raw rows ``[m, .]``, which only `Algorithm.server` uses."""
+    """Upload field that the server receives as separate rows ``[m, .]``. Only `Algorithm.server` uses these rows."""
 
     averaged: ClassVar[bool] = False
 
@@ -90,19 +95,19 @@ class Rows(Kind):
 class Sent:
     """Encoding of a download or upload field.
 
-    A field is sent dense if the dense form is not longer (`fedloom.rows.encodings`).
+    A field is sent in dense form if this form is not longer (`fedloom.rows.encodings`).
 
-    The encoding is a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without this
-    annotation, a field is dense.
+    The encoding is given as a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. A
+    field without this annotation is sent in dense form.
 
     Attributes:
-        encoding: shortest form in which the field can be sent.
-        prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the prox's ``makes``
-            replaces ``encoding``.
-        ranks: field of the server's state that contains the ranks of a download's matrices, ``[matrices]`` in the order
-            of `Layout.matrix_shapes`. Measured when None.
-        part: name of one of the algorithm's masks (`Algorithm.part`), for a download of which clients already know the
-            remaining coordinates.
+        encoding: shortest form in which the field can be sent, given what it contains.
+        prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the form that the prox
+            ``makes`` replaces ``encoding``.
+        ranks: name of the field in the server's state that contains the ranks of the download's matrices,
+            ``[matrices]`` in the order of `Layout.matrix_shapes`. If None, the ranks are measured.
+        part: name of one of the algorithm's masks (`Algorithm.part`). A download sets this name if clients already know
+            all other coordinates.
     """
 
     encoding: Form = "dense"
@@ -112,38 +117,44 @@ class Sent:
 
 
 class Model(NamedTuple):
-    """x ``[d]``: state and download of a server that stores only the model."""
+    """The server's model x ``[d]``, as state and as download of a server that stores nothing else."""
 
     x: Tensor
 
 
 class Delta(NamedTuple):
-    """dw ``[m, d]``: upload of the difference from the received model."""
+    """Upload of dw ``[m, d]``, the difference between each trained model and the received model."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class Point(NamedTuple):
-    """u ``[m, .]``: upload whose last value the server stores per client. It receives the mean over all clients."""
+    """Upload of u ``[m, .]``, whose last value the server stores for every client.
+
+    The server's step receives the mean over all clients.
+    """
 
     u: Annotated[Tensor, Kept(primary=True)]
 
 
 def _annotated(algorithm: type[Value], function: str, name: str) -> Any:
-    """Return the method's function if it annotates ``name``, or else the function that it overrides."""
+    """Return the newest version of a method's function that annotates ``name``."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
 def _defined(algorithm: type[Value], function: str) -> list[Any]:
-    """List the versions of a function in the method and its base classes. The last version is `Algorithm`'s."""
+    """List the versions of a function in the method and its base classes, beginning with the method's own.
+
+    The last version is that of `Algorithm`.
+    """
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
 def _hint(algorithm: type[Value], function: str, name: str) -> Any:
-    """Return the type of a function's argument or result.
+    """Return the type of an argument of a function, or of its result.
 
     Raises:
-        ConfigError: the annotation cannot be read.
+        ConfigError: the type annotation cannot be read.
     """
     try:
         return get_type_hints(_annotated(algorithm, function, name))[name]
@@ -156,10 +167,10 @@ def _fields(hint: Any) -> bool:
 
 
 def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
-    """Return the NamedTuple that a function returns, or the first one if it returns several.
+    """Return the NamedTuple class that a function returns, or the first one if the function returns several.
 
     Raises:
-        ConfigError: the annotation of the result is missing.
+        ConfigError: the result has no annotation that names a NamedTuple.
     """
     hint = _hint(algorithm, function, "return")
     returned = next(iter(get_args(hint)), hint)
@@ -174,7 +185,7 @@ def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
 
 @cache
 def upload_type(algorithm: type[Value]) -> Any:
-    """Return the NamedTuple of `client`'s upload, read from the annotation of `client`.
+    """Return the NamedTuple class of a method's upload, read from the annotation of `client`.
 
     Raises:
         ConfigError: the annotation is missing.
@@ -184,9 +195,9 @@ def upload_type(algorithm: type[Value]) -> Any:
 
 @cache
 def download_type(algorithm: type[Value]) -> Any:
-    """Return the NamedTuple of `down`'s result, read from the annotation of `down`.
+    """Return the NamedTuple class of a method's download, read from the annotation of `down`.
 
-    If it is missing, the annotation of `client`'s download is used.
+    If `down` has no annotation, the class is read from the annotation of `client`'s download.
 
     Raises:
         ConfigError: the annotation is missing.
@@ -199,10 +210,10 @@ def download_type(algorithm: type[Value]) -> Any:
 
 @cache
 def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
-    """Return the fields of the algorithm's upload with their kinds, read from the annotation of `client`.
+    """Return the upload fields of an algorithm with their declarations, read from the annotation of `client`.
 
     Raises:
-        ConfigError: a field has no kind, or the number of fields that contain the model is not one.
+        ConfigError: a field has no declaration, or not exactly one field contains the model.
     """
     up, name = upload_type(algorithm), algorithm.__name__
     hints = get_type_hints(up, include_extras=True)
@@ -222,7 +233,7 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
 
 
 def exact_fields(algorithm: type[Value]) -> list[str]:
-    """Return the names of upload fields that no channel changes: labels, and counts that weight another field."""
+    """Return the names of upload fields that channels leave unchanged: labels, and fields that weight another field."""
     kinds = upload_fields(algorithm)
     weights = {kind.weight for kind in kinds.values() if isinstance(kind, Kept)}
     return [name for name, kind in kinds.items() if kind.label or name in weights]
@@ -232,7 +243,8 @@ def check_declaration(algorithm: type[Value]) -> None:
     """Raise if a method does not annotate its messages, or if a field refers to a field that does not exist.
 
     Raises:
-        ConfigError: something is missing. The message says which part, and how to write it.
+        ConfigError: a declaration is missing or wrong. The message says which declaration is wrong, and how to write
+            it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():
@@ -249,10 +261,10 @@ def check_declaration(algorithm: type[Value]) -> None:
 
 
 def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """Return the encoding of every field of a message, with each ``prox`` resolved.
+    """Return the encoding of every field of a message, in which each ``prox`` is replaced by the form that it produces.
 
     Raises:
-        ConfigError: a field names a prox that the method does not define.
+        ConfigError: a field names a prox that the method does not have.
     """
     kind: type[Value] = type(algorithm)
     fields = download_type(kind) if message == "down" else upload_type(kind)
@@ -264,7 +276,7 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
             where = f"{kind.__name__}: prox of the field {name!r}"
             raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
     return {
-        name: s if s.prox is None else replace(s, encoding=made_by(proxes.get(s.prox)), prox=None)
+        name: s if s.prox is None else replace(s, encoding=find_form(proxes.get(s.prox)), prox=None)
         for name, s in sent.items()
     }
 
@@ -274,17 +286,19 @@ def primary_field(algorithm: type[Value]) -> str:
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
 
-def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any) -> tuple[Any, Any]:
+def replace_model(
+    algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any
+) -> tuple[Any, Any]:
     """Replace the model ``[m, .]`` in the upload and rows of clients that take no step.
 
-    If the model is sent as a difference from a state field, the state field becomes the model.
+    If the model is sent as the difference from a field of the client's state, this field becomes the model.
 
     Args:
         algorithm: the method.
-        idle: upload and rows of the clients that take no step.
-        model: new model of every client.
-        down: the clients' download.
-        rows: the clients' state before the round.
+        idle: upload and state of the clients that take no step.
+        model: new model of each client.
+        down: the download that the clients received.
+        rows: the clients' states before the round.
     """
     (up, kept), name = idle, primary_field(algorithm)
     kind = upload_fields(algorithm)[name]
@@ -295,7 +309,7 @@ def with_model(algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, dow
 
 
 def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
-    """Return the value that is subtracted in a field."""
+    """Return the value that is subtracted from a field before it is sent."""
     if kind.base == "zero":
         return 0.0
     source, name = kind.base.split(".")

@@ -1,4 +1,4 @@
-"""Messages and states of methods whose clients receive mixtures of the clients' last models."""
+"""Messages and states of methods in which each client receives a mixture of all clients' last models."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from fedloom.local import Ctx, Work
 
 
 class Server(NamedTuple):
-    """start ``[d]``: model that represents a client that has never participated."""
+    """Model start ``[d]``, which represents every client that has never participated."""
 
     start: Tensor
 
 
 class Down(NamedTuple):
-    """u ``[m, d]``."""
+    """Mixture u ``[m, d]`` of models for every client."""
 
     u: Tensor
 
 
 class Client(NamedTuple):
-    """w ``[m, d]``."""
+    """Personal model w ``[m, d]`` of every client."""
 
     w: Tensor
 
 
 class Up(NamedTuple):
-    """w ``[m, d]``."""
+    """Personal model w ``[m, d]`` of every client, which the server stores."""
 
     w: Annotated[Tensor, Kept(primary=True)]
 
 
 class Mixed(Algorithm):
-    """Method that combines a local problem and a mixer, with an option ``among`` (`fedloom.choose.mixers.Among`)."""
+    """Method that combines a local problem with a mixer. Its option ``among`` is a `fedloom.choose.mixers.Among`."""
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
 
     @abstractmethod
     def mixer(self, round: int) -> Mixer:
-        """Return the rule that determines the mixtures."""
+        """Return the rule that computes the mixtures in a round."""
 
     @property
     def mixes_all(self) -> bool:

@@ -1,4 +1,4 @@
-"""The nonsmooth terms of composite problems: functions with a prox, or None for no term."""
+"""Nonsmooth terms of composite problems. A term is a function with a prox, or None if there is no term."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from fedloom.local import Ctx
 from fedloom.local.inexact import LyapunovParts
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
-from fedloom.rows.proxes import L1, AnyProx, Form, Nuclear, Prox, made_by
+from fedloom.rows.proxes import L1, AnyProx, Form, Nuclear, Prox, find_form
 from fedloom.values import Value
 
 
 def _has_prox(f: Value | None) -> Value | None:
     if f is not None and not isinstance(f, Prox):
         raise ValueError(f"a regularizer needs f, prox and convex, got {type(f).__name__}")
-    if made_by(f) not in get_args(Form):
-        raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
+    if find_form(f) not in get_args(Form):
+        raise ValueError(
+            f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {find_form(f)!r}"
+        )
     return f
 
 
 Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
-"""Type of a field that stores the nonsmooth term of a composite problem. None means no term."""
+"""Type of an option that holds the nonsmooth term of a composite problem. None means that there is no term."""
 
 
 def with_prox(f: object) -> Prox | None:
-    """Convert the regularizer to a function with a prox, or return None without a regularizer."""
+    """Convert a regularizer to a function with a prox. None stays None."""
     return f if isinstance(f, Prox) else None
 
 
 def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
-    """Return a note if a composite method has no regularizer: it names the equivalent method and the option to set."""
+    """Return a note if a composite method has no regularizer.
+
+    The note names the equivalent method and the option to set.
+    """
     if method.regulariser is not None:
         return []
     name = type(method).__name__
@@ -42,25 +47,19 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """Return prox_{t f}(v), or v itself if f is None. v is ``[d]`` or ``[m, d]``, t is a number or ``[m, 1]``."""
+    """Return prox_{t f}(v) for v ``[d]`` or ``[m, d]``, where t is a number or ``[m, 1]``. If f is None, return v."""
     return f.prox(v, t, layout) if isinstance(f, Prox) else v
 
 
 def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
-    """Return f(x), or 0 if f is None: ``[m, 1]`` for ``[m, d]``, a scalar for ``[d]``."""
+    """Return f(x), ``[m, 1]`` for ``[m, d]`` and a scalar for ``[d]``. If f is None, return 0."""
     return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
-
-
-def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """Return ||x - prox_{t f}(x - t gradient)|| / t, ``[..., 1]``: 0 exactly if 0 is in gradient + df(x) (f convex)."""
-    gap = x - proximal(f, x - t * gradient, t, layout)
-    return algebra.norm(gap) / t
 
 
 def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
     """Return FIAELT's diagnostics at y ``[d]``, given xi in df(y), the mean gradient ``[d]`` and mean energy ``[1]``.
 
-    ``kkt`` is at least the distance of 0 from the sum of gradients + df(y) (Theorem 1), ``lyapunov`` is H_t
+    ``kkt`` is at least the distance between 0 and the sum of the gradients plus df(y) (Theorem 1). ``lyapunov`` is H_t
     (Proposition 5).
     """
     gradient, energy = ctx.n * total.gradient, ctx.n * total.energy
@@ -69,11 +68,11 @@ def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ct
 
 
 Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
-"""Model that is the sum of a global part and a personal part, each of low rank or sparse."""
+"""Choice of models that are the sum of a global and a personal part, each of which has low rank or is sparse."""
 
 
 def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
-    """Return FedSLR's penalties: lam is the weight on the global part, and mu the weight on the personal part."""
+    """Return FedSLR's penalties, with weight lam on the global part and weight mu on the personal part."""
     kinds: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}
     shared, personal = components.split("+")
     return {"global": kinds[shared](c=lam), "personal": kinds[personal](c=mu)}

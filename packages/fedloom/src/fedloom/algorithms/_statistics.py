@@ -1,9 +1,9 @@
-"""Sums of features and labels that determine the best linear head over all clients in closed form.
+"""Sums of features and labels from which the best linear head over all clients is computed in closed form.
 
-Let z be a sample's k features and a 1, and t its target with one number per output. A client computes the means S_zz of
-z z' and S_zt of z t'. The mean of these matrices over clients, weighted by samples, is the mean over all rows, however
-the rows are distributed over clients. The head (S_zz + diag(r, ..., r, 0))^-1 S_zt, which is ridge regression, does not
-depend on this distribution either.
+Let z be the k features of a sample followed by a 1, and t its target with one number per output. A client computes
+S_zz, the mean of z z', and S_zt, the mean of z t'. The mean of these matrices over clients, weighted by samples, equals
+the mean over all rows, no matter how the rows are distributed over clients. The head (S_zz + diag(r, ..., r, 0))^-1
+S_zt, which is the solution of ridge regression, therefore does not depend on this distribution either.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ SUM_IS_EXACT = (
 )
 
 IGNORED = ("lr", "schedule", "epochs", "batch_size", "momentum", "weight_decay", "clip")
-"""Keys of ``[local]`` that have no effect if a head is solved in closed form."""
+"""Keys of ``[local]`` that have no effect on a method that computes its head in closed form."""
 
 
 class Server(NamedTuple):
-    """x ``[d]``: the model with the solved head. total ``[s]``: the statistics of all clients so far."""
+    """The model x ``[d]`` with the solved head, and the statistics total ``[s]`` of all clients so far."""
 
     x: Tensor
     total: Tensor
 
 
 class Client(NamedTuple):
-    """sent ``[m, s]``: the client's statistics that the server already has, or 0 before the client participates."""
+    """Statistics sent ``[m, s]`` of a client that the server already has.
+
+    The statistics are 0 before the client participates.
+    """
 
     sent: Tensor
 
 
 class Up(NamedTuple):
-    """change ``[m, s]`` of the client's statistics since its last upload.
+    """Change ``[m, s]`` of a client's statistics since its last upload.
 
     The first upload contains the statistics themselves.
     """
@@ -50,7 +53,10 @@ class Up(NamedTuple):
 
 
 class FeatureSums(NamedTuple):
-    """zz ``[..., k + 1, k + 1]`` and zt ``[..., k + 1, c]`` in float64, and the rounding error of the first dtype."""
+    """Sums of features and targets as float64 matrices, with the relative rounding error of the statistics' own dtype.
+
+    zz is ``[..., k + 1, k + 1]`` and zt is ``[..., k + 1, c]``.
+    """
 
     zz: Tensor
     zt: Tensor
@@ -58,24 +64,24 @@ class FeatureSums(NamedTuple):
 
 
 def outputs_of(layout: Layout) -> int:
-    """Return the number of outputs of the model's last matrix."""
+    """Return the number of outputs of a model, from its last matrix."""
     return list(layout.matrix_shapes.values())[-1][0]
 
 
 def width_of(layout: Layout) -> int:
-    """Length s of a client's statistics: a triangle of z z', and the matrix z t'."""
+    """Return the length s of a client's statistics, which are one triangle of z z' and the matrix z t'."""
     size = shape_of(layout)[1] + 1
     return size * (size + 1) // 2 + size * outputs_of(layout)
 
 
 def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
-    """Return the states before the first round."""
+    """Return the server's and the clients' states before the first round."""
     nothing = x0.new_zeros(width_of(layout))
     return Server(x0, nothing), Client(nothing), None
 
 
 def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
-    """Return features with an added 1 ``[N, k + 1]`` and targets ``[N, c]``: 1 and 0, or for one output 1 and -1."""
+    """Return features followed by a 1 ``[N, k + 1]``, and targets ``[N, c]``: 1 and 0, or 1 and -1 for one output."""
     z = part.z.double()
     z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
     y = part.y.long()
@@ -84,10 +90,10 @@ def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
 
 
 def statistics(x: Tensor, work: Work) -> Tensor:
-    """Return the clients' statistics ``[m, s]`` computed with the body of ``x``, in its dtype.
+    """Return the clients' statistics ``[m, s]``, computed with the body of ``x`` and in the dtype of ``x``.
 
     Raises:
-        ConfigError: the task has no classes, or the model cannot process samples one by one.
+        ConfigError: the task has no classes, or the model cannot process samples individually.
     """
     assert work.class_counts is not None  # refuses a task without classes
     rows = []
@@ -100,13 +106,13 @@ def statistics(x: Tensor, work: Work) -> Tensor:
 
 
 def sent_fields(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
-    """Return the upload and the new rows of clients. A client that takes no step sends no change."""
+    """Return the uploads and the new states of clients. The upload of a client that takes no step is 0."""
     now = where_moved(work, statistics(x, work), rows.sent)
     return Up(now - rows.sent), Client(now)
 
 
 def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
-    """Statistics ``[..., s]`` as matrices."""
+    """Return statistics ``[..., s]`` in the form of matrices."""
     rounding, size, row = torch.finfo(row.dtype).eps, shape_of(layout)[1] + 1, row.double()
     upper = torch.triu_indices(size, size, device=row.device)
     zz = row.new_zeros(*row.shape[:-1], size, size)
@@ -114,17 +120,20 @@ def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
     return FeatureSums(zz, row[..., upper.shape[1] :].unflatten(-1, (size, -1)), rounding)
 
 
-def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
-    """Return the head ``[..., k + 1, c]`` of least squares, with a ``ridge`` penalty on all rows except the last.
+def head_from(
+    moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True, penalize_bias: bool = False
+) -> Tensor:
+    """Return the least-squares head ``[..., k + 1, c]``, with a ``ridge`` penalty on all rows except the last.
 
-    The last row is the bias. The bias is 0 for a model whose last layer has no bias. If the ridge is below the rounding
-    error of the sums, the head ignores directions below this error, by the rule of `numpy.linalg.matrix_rank`. If
-    several heads are optimal, the result is the smallest of them.
+    The last row is the bias, which has the penalty too if ``penalize_bias`` is set. The bias is 0 for a model whose
+    last layer has no bias. If the ridge is below the rounding error of the sums, the head ignores directions in which
+    the sums are below this error, by the rule of `numpy.linalg.matrix_rank`. If several heads are optimal, the head
+    with the smallest norm is returned.
     """
     features = shape_of(layout)[1]
     used = features + 1 if bias and bias_of(layout) is not None else features
     penalty = torch.zeros(used, dtype=moments.zz.dtype, device=moments.zz.device)
-    penalty[:features] = ridge
+    penalty[: used if penalize_bias else features] = ridge
     system, right = moments.zz[..., :used, :used] + torch.diag(penalty), moments.zt[..., :used, :]
     tolerance = used * moments.rounding
     if ridge > tolerance * float(system.diagonal(dim1=-2, dim2=-1).max()):
@@ -135,13 +144,13 @@ def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool 
 
 
 def bias_of(layout: Layout) -> str | None:
-    """Return the name of the bias in the model's last layer, or None without a bias."""
+    """Return the name of the bias in the last layer of a model, or None if this layer has no bias."""
     name = f"{list(layout.matrix_shapes)[-1].rpartition('.')[0]}.bias"
     return name if name in layout.names else None
 
 
 def with_head(x: Tensor, head: Tensor, layout: Layout) -> Tensor:
-    """Return models ``[..., d]`` with the body of ``x [d]`` and heads ``[..., k + 1, c]``."""
+    """Return models ``[..., d]`` that consist of the body of ``x [d]`` and the heads ``[..., k + 1, c]``."""
     models = x.expand(*head.shape[:-2], -1).clone()
     tree, bias = layout.tree(models), bias_of(layout)
     tree[list(layout.matrix_shapes)[-1]].copy_(head[..., :-1, :].mT)

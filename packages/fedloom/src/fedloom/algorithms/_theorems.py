@@ -1,4 +1,4 @@
-"""Theorems that papers prove about their methods, and the other parts of a run with which the theorems hold."""
+"""Theorems that papers prove about their methods, and the conditions on other parts of a run under which they hold."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import NamedTuple
 
 
 class Theorem(NamedTuple):
-    """Theorem of a paper about a method's runs.
+    """Theorem that a paper proves about the runs of a method.
 
     Attributes:
-        proves: the theorem, as text that follows a colon.
-        needs: conditions of the theorem, as text that follows "It needs".
-        defaults: sentence about a condition that fedloom's defaults violate. It is empty if the defaults satisfy all
-            conditions.
-        covers: kinds of other parts for which the theorem also holds: "sampler" if clients may be absent from rounds.
+        proves: statement of the theorem, worded to follow a colon.
+        needs: conditions of the theorem, worded to follow "It needs".
+        defaults: sentence about a condition that the default settings violate. The sentence is empty if the default
+            settings satisfy all conditions.
+        covers: kinds of other parts with which the theorem still holds, such as "sampler" if clients may be absent from
+            rounds.
     """
 
     proves: str
@@ -24,7 +25,7 @@ class Theorem(NamedTuple):
 
 _EVERY_CLIENT_DRAWN = "every client drawn with positive probability"
 
-THEOREMS = {
+THEOREM_TABLE = {
     "ditto": Theorem(
         "the personal models converge to the minima of their problems at the rate of the global model",
         "among others strongly convex smooth losses, a global model that converges, and personal step sizes that follow"
@@ -156,5 +157,5 @@ THEOREMS = {
         covers=("sampler",),
     ),
 }
-"""Theorems by method name. Other methods have no entry. The project's tests check the fixed points and laws that the
-theorems state."""
+"""Theorems, keyed by the name of the method. Methods without a theorem have no entry. The tests of fedloom check the
+fixed points and laws that these theorems state."""

@@ -1,4 +1,4 @@
-"""Step of a personal model, theta ~ prox_{f/lam}(center), computed by one of three solvers."""
+"""Step that computes a personal model, theta ~ prox_{f/lam}(center), with one of three solvers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fedloom.rows.layout import Layout
 
 
 class ThetaStep(Algorithm):
-    """Method whose clients solve min f_i(theta) + lam/2 ||theta - center||^2.
+    """Method in which clients minimize f_i(theta) + lam/2 ||theta - center||^2.
 
-    The solver is the run's local SGD, gradient descent until a tolerance that decreases over rounds (``eps0``), or
-    gradient descent until FIAELT's criterion (9).
+    The solver is the run's local SGD, gradient descent until a tolerance is reached that decreases over rounds
+    (``eps0``), or gradient descent until FIAELT's criterion (9) holds.
     """
 
     lam: Derived = by_rule(
@@ -82,16 +82,16 @@ class ThetaStep(Algorithm):
         return ("batch_size", "epochs", "steps") if (self.eps0 or self.solver != "sgd") and self.lam else ()
 
     def theta_step(self, theta: Tensor, centre: Tensor, eps: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        """Solve for theta ``[m, d]``, starting from its current value.
+        """Compute theta ``[m, d]``, starting from its current value.
 
         Args:
-            theta: personal models ``[m, d]``.
-            centre: centers ``[m, d]`` to which the models are pulled.
-            eps: tolerances of the models ``[m, 1]``.
+            theta: current personal models ``[m, d]``.
+            centre: centers ``[m, d]`` to which the personal models are pulled.
+            eps: tolerances ``[m, 1]`` of the personal models.
             work: the clients' local problems.
 
         Returns:
-            The new theta ``[m, d]``, and the tolerances ``[m, 1]`` that theta satisfies.
+            New personal models ``[m, d]``, and the tolerances ``[m, 1]`` that they satisfy.
         """
         if self.solver == "criterion":
             pull, zero = (self.lam, centre), torch.zeros_like(theta)

@@ -7,11 +7,11 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
 
     paper      here          meaning
     theta_i    theta         personal model
-    w_i, w     w             local copy of the global point of the subspace, global point
+    w_i, w     w             local copy of the global point in the subspace, and the global point
     pi_i       pi            dual of w_i = w
     u_i        u             message w_i + pi_i / rho
-    P          projection    random matrix, rows of length 1, the same for all
-    d_sub      dim           dimensions of the subspace. None: P is the identity, and the method FLAME
+    P          projection    random matrix with rows of length 1, the same for all clients
+    d_sub      dim           dimensions of the subspace (with None, P is the identity and the method is FLAME)
     lambda     lam           weight of the distance
     rho        rho           ADMM penalty
     alpha_i    work.weight   the client's share
@@ -19,16 +19,17 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
 Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), and
 d_sub up. The server stores every client's last u.
 
-Deviations: "z" in line 5 of Algorithm 2 means u. The public code never updates w_i and pi_i. Defaults are FLAME's.
+Deviations: "z" in line 5 of Algorithm 2 is read as u. The public code never updates w_i and pi_i. Defaults are FLAME's.
 
-Replayed: the clients of zsk66/FLAME (215a04b2) give the same theta, w_i, pi_i and w, to 1e-15, once w_i and pi_i are
-updated and theta is pulled to the client's own w_i. Its weight decay acts on the pull, which overwrites theta there.
+Replayed: the clients of zsk66/FLAME (215a04b2) produce the same theta, w_i, pi_i and w to within 1e-15, once their code
+updates w_i and pi_i and pulls theta to the client's own w_i. In their code, weight decay acts on the pull, which
+overwrites theta.
 
 Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), and rho =
-lam/n, the mean of lam alpha_i. Only ten of many directions are coupled: unless dim is raised, the models stay close to
-local training, and a run warns about this.
+lam/n, which is the mean of lam alpha_i. Only ten of the model's many directions are coupled between clients. Unless dim
+is raised, the models therefore stay close to those of local training, and a warning is issued.
 
-Use it like Lp-Proj with p = 2, but without the step size of w_i. There is no global model.
+Use it like Lp-Proj with p = 2. Unlike Lp-Proj, it has no step size for w_i. The method has no global model.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]`` and key ``[2]``, both of which are sent."""
+    """Global point w ``[dim]`` of the subspace, and the key ``[2]`` of the projection. Both are sent to clients."""
 
     w: Tensor
     key: Tensor
 
 
 class Client(NamedTuple):
-    """theta ``[m, d]``, w, pi ``[m, dim]``."""
+    """Personal model theta ``[m, d]``, local copy w of the global point and its dual pi, both ``[m, dim]``."""
 
     theta: Tensor
     w: Tensor

@@ -1,6 +1,7 @@
-"""Analytic FL: least squares over all clients in one round, with a frozen body and a head from feature sums.
+"""Analytic FL: least squares over all clients in one round, with a frozen body and a head computed from feature sums.
 
-Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, z the body's features.
+Problem: min over the head W of the sum over all samples of ||W' z - t||^2 + ridge ||W||^2, where z are the body's
+features.
 
 Reference: R. He, K. Tong, D. Fang, H. Sun, Z. Zeng, H. Li, T. Chen, H. Zhuang, "AFL: A Single-Round Analytic Approach
 for Federated Learning with Pre-trained Models", CVPR 2025, arXiv:2405.16240, Theorem 1 and Section 3.4. The name `afl`
@@ -13,22 +14,26 @@ in the registry refers to agnostic federated learning.
     C_agg        total         their sum over clients
 
 Kept by a client: s, the statistics that it has sent. Sent per round: d down and s up, where s is (k + 1) (k + 2) / 2 +
-(k + 1) c numbers for k features and c outputs. Clients send no model, and after their first upload they send only
-zeros.
+(k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client sends
+only zeros.
 
-Deviations: clients send the sums X' X and X' Y instead of their heads and X' X. The resulting head is the same, without
-the paper's gamma, its later removal and the recursion over clients. Heads have a bias. Sums are divided by the number
-of samples.
+Deviations: clients send the sums X' X and X' Y, while the paper's clients send their heads and X' X. The resulting head
+is the same, but the paper's gamma, its later removal and the recursion over clients are not needed. Heads have a bias.
+Sums are divided by the number of samples.
 
-The body is the initial model's body: random features of an untrained network, or a network that the user has trained.
-For a model without a hidden layer, the method is linear ridge regression. Learning rate, epochs and batches have no
-effect. If shares are proportional to samples, the head depends neither on how rows are distributed over clients nor on
-the order in which clients participate, once each client has participated. Outputs are least-squares fits of 0 and 1, so
-their softmax is not a probability: compare accuracies.
+The body is the body of the initial model: random features of an untrained network, or a network that the user has
+trained. For a model without a hidden layer, the method is linear ridge regression. Learning rate, epochs and batches
+have no effect. If shares are proportional to samples, the head depends neither on how rows are distributed over clients
+nor on the order in which clients participate, once each client has participated. Outputs are least-squares fits to 0
+and 1, and their softmax is not a probability. Compare accuracies instead of losses.
 
-Attackers: they forge statistics instead of a model. A forged upload shifts each sum by the attacker's share.
+Replayed: the local solutions, the recursion over clients and the removal of gamma (1 and 10) of
+ZHUANGHP/Analytic-federated-learning (1e7c2d99), on features with a 1, give the same head, to 1e-14.
 
-Use it with a good frozen body, if labels are skewed or rounds are expensive.
+Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
+attacker's share.
+
+Use it if a good frozen body is available, and labels are skewed or rounds are expensive.
 """
 
 from __future__ import annotations

@@ -14,17 +14,17 @@ Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated L
 
 Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
 
-Deviations: mix is computed before w changes, as in the paper, and weight decay is part of f_i, so it acts on mix. In
-the public code (``mix = "after"``), mix contains the new w, and decay acts on v. alpha is updated once per round, in
-the first local step, and stays in [0, 1], as in the public code. The public code's gradient is (alpha^2 + (1 -
-alpha)^2) times the paper's gradient, at the new v, with a decay of 0.02. The public code mixes outputs, which is
-equivalent for a linear model.
+Deviations: mix is computed before w changes, as in the paper. Weight decay is part of f_i, so it acts on mix. In the
+public code (``mix = "after"``), mix contains the new w, and weight decay acts on v. alpha is updated once per round, in
+the first local step, and stays in [0, 1], as in the public code. The gradient in the public code is (alpha^2 + (1 -
+alpha)^2) times the paper's gradient. The public code takes the gradient at the new v, with a weight decay of 0.02. The
+public code mixes outputs instead of parameters, which is equivalent for a linear model.
 
-Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), in its loop's order, give the same w and v, to 1e-15, with ``mix
-= "after"`` and a fixed alpha on a linear model.
+Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), called in the order of that code's loop, produce the same w and
+v to within 1e-15, with ``mix = "after"`` and a fixed alpha on a linear model.
 
-Use it if the best degree of federation differs between clients: ``adaptive`` learns the share, 0 gives FedAvg and 1
-gives Local.
+Use it if clients differ in how much they benefit from federation. ``adaptive`` learns the share alpha. With alpha = 0
+the method equals FedAvg, and with alpha = 1 it equals Local.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fedloom.local import Batch, Ctx, Work, iterate, shrink_, step_
 
 
 class Client(NamedTuple):
-    """v ``[m, d]``, alpha ``[m, 1]``."""
+    """Local part v ``[m, d]`` of the personal model, and its share alpha ``[m, 1]``."""
 
     v: Tensor
     alpha: Tensor

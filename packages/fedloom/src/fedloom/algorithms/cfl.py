@@ -1,7 +1,6 @@
-"""CFL: clients that pull their model in different directions are recursively split into clusters with separate models.
+"""CFL: recursive clustering. Clients that pull their model in different directions are split into separate clusters.
 
-Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)). The clusters c(i) and the number of clusters are determined
-during training.
+Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)). Training determines the clusters c(i) and their number.
 
 Reference: F. Sattler, K.-R. Mueller, W. Samek, "Clustered Federated Learning: Model-Agnostic Distributed Multitask
 Optimization Under Privacy Constraints", IEEE TNNLS 2021, arXiv:1910.01991 (public code: felisat/clustered-federated-
@@ -9,32 +8,32 @@ learning).
 
     paper        here     meaning
     theta_c      models   model of a cluster, on the server
-    Delta        dw       what local training changes
+    Delta        dw       change of the model in local training
     alpha_ij     cosine   cosine of two clients' changes
-    eps_1/eps_2  ratio    a cluster may part where ||mean of its dw|| is below this times the longest dw
-    g(alpha)     gap      least separation gap: smallest cosine within the two parts less the largest across
+    eps_1/eps_2  ratio    a cluster may be split if ||mean of its dw|| is below ratio times the longest dw
+    g(alpha)     gap      smallest gap for a split: smallest cosine within a part minus largest across parts
 
 Kept by a client: nothing. The server stores the client's last dw and its cluster. Sent per round: d down, d up. The
 server receives the changes of individual clients, so it supports neither secure aggregation nor robust rules.
 
-Deviations: the paper has two thresholds, eps_1 on the mean change and eps_2 on the longest change, and their values
-depend on the model and the step size. Here, the option is the ratio of the two thresholds (0.4/1.6 in the public code).
-The bipartition is optimal, as in the paper. The public code clusters by complete linkage, and in the round of a split,
-its new clusters already average their own changes. A cluster may be split once each member has participated since the
-last split. Absent members are represented by their last change. The bound on gradient noise is omitted, as in the
-public code. Clients that join later are added to the first client's cluster.
+Deviations: the paper uses two thresholds, eps_1 on the mean change and eps_2 on the longest change. Suitable values
+depend on the model and the step size. Here, a single option sets the ratio of the two thresholds (0.4/1.6 in the public
+code). The bipartition is optimal, as in the paper. The public code clusters by complete linkage, and in the round of a
+split, its new clusters already average their own changes. A cluster may be split once each member has participated
+since the last split. Absent members are represented by their last change. The bound on gradient noise is omitted, as in
+the public code. Clients that join later are added to the first client's cluster.
 
 Defaults: a separation gap of 0.1 decides, together with a large ratio from the paper's range. By the paper's
-definition, clients form two groups if the gap is positive, and a positive gap appears long before the mean change is
-short. With random cosines, such a gap occurs in 40 % of clusters with 4 clients, 7 % with 5 and 0.6 % with 6, so
-smaller clusters are not split. No cluster is split in the first fifth of the rounds.
+definition, clients form two groups if the gap is positive. In practice, a positive gap appears long before the mean
+change is short. With random cosines, a gap of 0.1 occurs in 40 % of clusters with 4 clients, 7 % with 5 and 0.6 % with
+6. Smaller clusters are therefore not split. No cluster is split in the first fifth of the rounds.
 
-Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) give the same models and clusters, to
-1e-15, with the thresholds, splits and means used here. Its notebook confuses positions in a cluster with client ids, so
-a second split is wrong.
+Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) produce the same models and clusters to
+within 1e-15, with the thresholds, splits and means used here. The authors' notebook confuses positions in a cluster
+with client ids, so a second split is wrong there.
 
-Use it if clients fall into groups whose number is unknown. With ratio = 0, or if clients do not form groups, it equals
-FedAvg, and a run warns about this.
+Use it if clients fall into groups whose number is unknown. If ratio = 0, or if clients do not form groups, the method
+equals FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -53,9 +52,10 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """models, last ``[n, d]``.
+    """Models of the clusters, and for every client its last change, its cluster and a flag.
 
-    cluster ``[n, 1]``: smallest id in the client's cluster, whose row of ``models`` the client uses. seen ``[n, 1]``.
+    models and last are ``[n, d]``. cluster ``[n, 1]`` is the smallest id in the client's cluster, and the client uses
+    this row of ``models``. seen ``[n, 1]`` is 1 if the client has participated since its cluster was last split.
     """
 
     models: Tensor
@@ -65,7 +65,7 @@ class Server(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``."""
+    """Change dw ``[m, d]`` of the received model."""
 
     dw: Annotated[Tensor, Rows(base="down.x", primary=True)]
 
@@ -135,14 +135,14 @@ def mean(mass: Tensor, rows: Tensor) -> Tensor:
 
 
 def grown(rows: Tensor, n: int) -> Tensor:
-    """Append rows ``[k, ...]`` for clients that joined later, as copies of the first client's row."""
+    """Return rows ``[n, ...]`` in which clients that joined later have copies of the first client's row."""
     return torch.cat([rows, rows[:1].expand(max(n - len(rows), 0), *rows.shape[1:])])
 
 
 def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-    """Split clients into two parts, bool ``[m]``, so that the largest cosine between the parts is as small as possible.
+    """Split clients into two parts, bool ``[m]``, with the smallest possible maximum of the cosines across parts.
 
-    Also return the separation gap: the smallest cosine within a part minus the largest cosine between the parts.
+    Also return the separation gap: the smallest cosine within a part minus the largest cosine across the parts.
     """
     unit = directions(changes).double()
     cosine, m = unit @ unit.T, len(unit)

@@ -1,4 +1,4 @@
-"""DBE: the client-specific part of the mean representation is moved from the body into a separate memory.
+"""DBE: a separate memory takes over the client-specific part of the mean representation from the body.
 
 Problem: min over x and m_1..m_n of sum_i alpha_i (f_i(x, m_i) + kappa/2 mean over features of (zbar_i - zbar)^2), m_i
 added to the representation.
@@ -7,28 +7,29 @@ Reference: J. Zhang, Y. Hua, J. Cao, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "
 Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: FedDBE in TsingZ0/PFLlib).
 
     paper       here      meaning
-    z           features  representation, the head's input. k features
+    z           features  representation with k features, the head's input
     z_i^p       memory    personalized representation bias memory (PRBM), added to z before the head
-    zbar_i      running   mean of a client's representation, as an average over its batches
-    zbar^g      mean      consensus of these means, formed once
+    zbar_i      running   running mean of a client's representation over its batches
+    zbar^g      mean      consensus of these means, computed once
     kappa       kappa     weight of the mean regularization (MR)
-    mu          momentum  weight of the newest batch in the average
+    mu          momentum  weight of the newest batch in the running mean
 
-Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers sent up are used only in the first
-round.
+Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k numbers that clients send are used only in
+the first round.
 
-Deviations: the consensus is computed in the first round, which is a round of FedAvg with its cohort. The paper first
-runs one epoch on all clients. A client's contribution to the consensus is the mean over its samples after training. A
-head on z + m equals a head on z with a different bias, so the personal model is a single network. Means of batches are
-computed without dropout.
+Deviations: the consensus is computed in the first round, in which the cohort takes a round of FedAvg. In the paper, all
+clients first train for one epoch. A client contributes the mean representation of its samples after training. A head
+applied to z + m equals a head with a different bias applied to z, so the personal model is a single network. Means over
+batches are computed without dropout.
 
-Replayed: from the consensus on, clients and server of TsingZ0/PFLlib (d832e76f) give the same models and memories, to
-1e-15.
+Replayed: once the consensus is known, clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and
+memories to within 1e-15.
 
-Defaults: kappa = 1. The paper's value of 50 is for 512 features, and a small network has fewer features. Momentum 1.
+Defaults: kappa = 1. The paper's value of 50 is meant for 512 features, and a small network has fewer features. Momentum
+1.
 
-Use it if clients observe the same kinds of objects under different conditions. With kappa = 0 and no memory it equals
-FedAvg. It needs a head that has a bias.
+Use it if clients observe the same kinds of objects under different conditions. With kappa = 0 and no memory, the method
+equals FedAvg. The head of the model must have a bias.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``, mean ``[k]``, formed ``[1]``: 1 once the mean exists."""
+    """Model x ``[d]``, and the consensus mean ``[k]`` of the representations.
+
+    formed ``[1]`` is 1 once the mean exists.
+    """
 
     x: Tensor
     mean: Tensor
@@ -56,13 +60,16 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """memory ``[m, k]``."""
+    """Memory ``[m, k]`` that is added to the representation."""
 
     memory: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, mean ``[m, k]``: 0 once the server knows the mean."""
+    """Change dw ``[m, d]`` of the model, and the client's mean representation ``[m, k]``.
+
+    The mean is 0 once the server knows the consensus.
+    """
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     mean: Annotated[Tensor, Mean()]
@@ -130,12 +137,12 @@ class DBE(Algorithm):
 
 
 def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:
-    """Return terms ``[b]`` with the gradient of mean(gap^2)/2 with respect to a batch's mean representation."""
+    """Return terms ``[b]`` whose gradient is that of mean(gap^2)/2 with respect to a batch's mean representation."""
     return (z * gap).mean(1)
 
 
 def shifted(models: Tensor, memory: Tensor, layout: Layout) -> Tensor:
-    """Return models ``[m, d]`` whose head takes z + memory instead of z."""
+    """Return models ``[m, d]`` with a head bias that has the same effect as adding the memory to z."""
     moved = models.clone()
     weight, bias = head_of(layout, moved)
     bias += (weight @ memory[:, :, None])[:, :, 0]

@@ -1,4 +1,4 @@
-"""Ditto: a personal model that is pulled to the global model, which is trained at the same time.
+"""Ditto: a personal model that is pulled to the global model while the global model is being trained.
 
 Problem: min over v_i of f_i(v_i) + lam/2 ||v_i - w*||^2 with w* a minimizer of the global problem.
 
@@ -13,19 +13,20 @@ Reference: T. Li, S. Hu, A. Beirami, V. Smith, "Ditto: Fair and Robust Federated
 
 Kept by a client: d (v). Sent per round: d down, d up.
 
-Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches use the same
-batches unless ``batches = "own"``. v takes as many steps as w unless ``personal_epochs`` is given. ``branch = "own"``
-is Ditto as in FLAME's public code (zsk66/FLAME): the global branch continues from the client's own w_k (which takes d
-more stored numbers) and takes one batch per epoch, so the global model is a mean of purely local runs.
+Deviations: the global model is trained by FedAvg with the run's aggregator (the paper allows any solver). The global
+and the personal branch use the same batches unless ``batches = "own"``. v takes as many steps as w unless
+``personal_epochs`` is set. ``branch = "own"`` gives Ditto as in FLAME's public code (zsk66/FLAME): the global branch
+continues from the client's own w_k and takes one batch per epoch, so the global model is a mean of purely local runs. A
+client then stores d more numbers.
 
 Defaults: lam = 2/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
-steps): this is FLAME's pull, chosen for the same reasons. With a constant pull, v would equal the global model if
-rounds are long, and Local if they are short.
+steps). This pull equals that of FLAME and is chosen for the same reasons. With a constant pull, v would equal the
+global model if rounds are long, and it would equal the model of Local if rounds are short.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it for personal models that remain useful under attack or with little data: lam moves them from Local (0) towards
-the global model.
+Use it for personal models that remain useful under attack or with little data: lam = 0 gives Local, and a larger lam
+moves the models towards the global model.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
-    """v ``[m, d]``."""
+    """Personal model v ``[m, d]``."""
 
     v: Tensor
 
 
 class Both(NamedTuple):
-    """v, w ``[m, d]``: the local model of the global branch is stored too."""
+    """Personal model v and local model w of the global branch, both ``[m, d]``."""
 
     v: Tensor
     w: Tensor

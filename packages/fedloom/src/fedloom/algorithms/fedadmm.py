@@ -8,29 +8,29 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
     paper     here        meaning
     theta     x           server's model
     w_i       u - y/rho   local model
-    y_i       y           dual of w_i = theta. -grad f_i(w_i) after an exact step
+    y_i       y           dual of w_i = theta, equal to -grad f_i(w_i) after an exact step
     Delta_i   du          change of the augmented model u = w_i + y_i/rho
     rho       rho         penalty
     eta       server_lr   server step size
 
 Kept by a client: 2d (u, y). Sent per round: d down, d up.
 
-Deviations: the public code uses theta instead of the old w_i in Delta_i, so theta = 2 mean(w_i) - theta, which is a
-different method. Here, Delta_i is as in the paper, with eta = |S|/n from its theory. The value eta = 1 of the paper's
-experiments suits the public code if few clients participate. Clients train for the run's number of epochs, and not for
-a random number.
+Deviations: in Delta_i, the public code uses theta in place of the old w_i. This difference gives theta = 2 mean(w_i) -
+theta, which is a different method. Here, Delta_i is that of the paper, with eta = |S|/n from the paper's theory. The
+paper's experiments use eta = 1, which suits the public code if few clients participate. Clients train for the run's
+number of epochs. In the paper, this number is random.
 
-Replayed: the clients of YonghaiGong/FedADMM (1efef575) give the same theta and y_i, to 1e-14, once Delta_i uses the old
-w_i, with server_lr = 1 and |S|/n.
+Replayed: the clients of YonghaiGong/FedADMM (1efef575) produce the same theta and y_i to within 1e-14, once their
+Delta_i uses the old w_i, with server_lr = 1 and |S|/n.
 
-Defaults: rho = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
-constant gradient, the server's model then moves by 1/rho times the gradient per round, which is FedAvg's speed.
+Defaults: rho = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). If the
+gradient is constant, the server's model then moves by 1/rho times the gradient per round, which is FedAvg's speed.
 server_lr is |S|/n, so the server's model is the mean of u over all clients. Delta_i contains all changes of theta since
-the client's last round, and a larger server_lr adds these changes again: with server_lr = 1 and one client in ten,
-theta nearly doubles in every round.
+the client's last round, and a larger server_lr adds these changes a second time. With server_lr = 1 and one client in
+ten, theta nearly doubles in every round.
 
-Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a run warns
-about this.
+Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a warning is
+issued.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from fedloom.local import Ctx, Work, descend, where_moved
 
 
 class Client(NamedTuple):
-    """u, y ``[m, d]``."""
+    """Augmented model u and dual y, both ``[m, d]``."""
 
     u: Tensor
     y: Tensor
 
 
 class Up(NamedTuple):
-    """du ``[m, d]``."""
+    """Change du ``[m, d]`` of the augmented model."""
 
     du: Annotated[Tensor, Mean(base="rows.u", primary=True, accumulates=True)]
 

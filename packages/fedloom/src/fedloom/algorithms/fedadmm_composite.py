@@ -1,4 +1,6 @@
-"""Composite FedADMM (Wang et al.): ADMM with partial participation. The server applies the prox of a regularizer.
+"""Composite FedADMM (Wang et al.): ADMM with partial participation, in which the server applies a prox.
+
+The prox is that of the regularizer.
 
 Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 
@@ -8,7 +10,7 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
     paper      here          meaning
     xbar       x             server's model
     x_i        w             local model
-    z_i        y             dual of x_i = xbar. -grad f_i(w) after an exact step
+    z_i        y             dual of x_i = xbar, equal to -grad f_i(w) after an exact step
     xhat_i     u             x_i + eta z_i
     eta        eta           1/eta is the penalty
     g          regulariser   nonsmooth term of the objective
@@ -16,17 +18,17 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
 Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
 stores every client's last u.
 
-Deviations: clients send u, and not the difference from the last u. The server's mean over all clients is the same.
-Local training starts at the client's own x_i, or with ``start = "server"`` at xbar.
+Deviations: clients send u instead of the difference from the last u. The server's mean over all clients is the same in
+both cases. Local training starts at the client's own x_i, or at xbar with ``start = "server"``.
 
 Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at
-the server's model. On a constant gradient, this model then moves by eta times the gradient per round, which is FedAvg's
-speed. If local training continued from x_i, the model would move by 1 - 1/e of this distance. If eta is given, local
-training starts at x_i, as in the paper. There is no default regularizer, because it is part of the problem. Without
-one, models have no zeros, and a run warns about this.
+the server's model. If the gradient is constant, the server's model then moves by eta times the gradient per round,
+which is FedAvg's speed. If local training started at x_i, the server's model would move by only 1 - 1/e of this
+distance. If eta is set, local training starts at x_i, as in the paper. There is no default regularizer, because the
+regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued.
 
-Use it like FedDR, which equals this method if alpha = 1: for composite problems with partial participation. If most
-clients are absent, the model moves little, and a run warns about this.
+Use it for composite problems with partial participation, like FedDR, which equals this method if alpha = 1. If most
+clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``."""
 
     x: Annotated[Tensor, Sent(prox="regulariser")]
 
 
 class Client(NamedTuple):
-    """w, y ``[m, d]``."""
+    """Local model w and dual y, both ``[m, d]``."""
 
     w: Tensor
     y: Tensor

@@ -1,4 +1,4 @@
-"""Inexact FedADMM (Zhou and Li): a few linearized steps per dual step, several dual steps per communication.
+"""Inexact FedADMM (Zhou and Li): each dual step takes few linearized steps, and each round several dual steps.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -7,31 +7,30 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     paper        here              meaning
     x            x                 server's model
     x_i          w                 local model
-    pi_i         y                 dual, n times the paper's. -grad f_i(w) after an exact step
-    sigma_i      sigma             penalty r0 r_i, n times the paper's, one for all clients
+    pi_i         y                 dual, n times the paper's, equal to -grad f_i(w) after an exact step
+    sigma_i      sigma             penalty r0 r_i, n times the paper's, the same for all clients
     z_i          u                 x_i + pi_i/sigma_i
-    r_i          r                 curvature of the linearised step
+    r_i          r                 curvature of the linearized step
     k_0          iterations        dual steps between two communications
-    eps_i, nu_i  eps, shrink       tolerance of a local problem. Eps <- nu eps in every dual step
+    eps_i, nu_i  eps, shrink       tolerance of a local problem, multiplied by nu in every dual step
 
-Kept by a client: 2d + 2 (w, y, eps, r). Kept by the server: each client's last u and r. Sent per round: d + 1 down, d +
-1 up.
+Kept by a client: 2d + 2 (w, y, eps, r). The server stores its last u and r. Sent per round: d + 1 down and up.
 
-Deviations: duals, penalty, gradients and eps omit the paper's factor 1/n (n^2 for eps). The mean is weighted by the
-clients' shares. The paper's r_i applies to linear models. Here, r_i starts at 1/lr. If the curvature k along the last
-step exceeds 2 (r + sigma), r becomes k/2, so L decreases. If ||change of g|| < r/4 ||change of w||, r decreases, but by
-at most half and never below sigma. With r = k, networks would become sharper and sharper (Roulet et al.,
-arXiv:2407.06183). r is sent within e^-10/lr to e^10/lr: a client of weight w changes sigma by at most the factor e^(20
-w). The same sigma applies to all clients: r0 times the geometric mean of the r_i. It is updated only if it is off by a
-factor above 1.9, because the u of absent clients uses an older sigma. If ``rho`` is set, both are fixed, and r_i =
-1/lr. Epochs, steps and batch size have no effect. The schedule has no effect either, unless a batch size is set.
-Replayed: ShenglongZhou/FedADMM (6525b2ae) in Octave gives the same x, to 1e-15, with ``rho`` and equal r_i, once its
-dual step starts at x_i instead of x and evaluates the gradient there.
+Deviations: duals, penalty and gradients omit the paper's factor 1/n, and eps omits 1/n^2. The mean is weighted by the
+clients' shares. The paper's formula for r_i is for linear models. Here, r_i starts at 1/lr and is adapted. If the
+curvature k along the last step exceeds 2 (r + sigma), r is set to k/2, which ensures that L decreases. If ||change of
+g|| < r/4 ||change of w||, r is reduced, but at most by half and never below sigma. With r = k, networks would become
+sharper and sharper (Roulet et al., arXiv:2407.06183). The value of r that is sent is limited to the range from e^-10/lr
+to e^10/lr, so a client of weight w changes sigma by at most the factor e^(20 w). All clients share the same sigma,
+which is r0 times the geometric mean of the r_i. sigma is updated only if it differs from this value by a factor above
+1.9, because the u of absent clients was computed with an older sigma. If ``rho`` is set, sigma and r are fixed, and r_i
+= 1/lr. Epochs, steps and batch size have no effect. The schedule has no effect either, unless a batch size is set.
+Replayed: ShenglongZhou/FedADMM (6525b2ae), run in Octave, produces the same x to within 1e-15, with ``rho`` and equal
+r_i, once its dual step starts at x_i instead of x and evaluates the gradient there.
 
-Defaults: r0 = 1/inner and up to five linearized steps (six full gradients), which cover 0.6 of the distance to a local
-solution.
+Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover 0.6 of the way to a solution.
 
-Use it if full gradients are cheap.
+Use it if full gradients are cheap to compute.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ FARTHEST = 1.0  # largest absolute curvature
 
 
 class Server(NamedTuple):
-    """x ``[d]``, sigma ``[1]``."""
+    """Model x ``[d]`` and penalty sigma ``[1]``."""
 
     x: Tensor
     sigma: Tensor
 
 
 class Client(NamedTuple):
-    """w, y ``[m, d]``, eps, r ``[m, 1]``."""
+    """Local model w and dual y, both ``[m, d]``, with tolerance eps and curvature r, both ``[m, 1]``."""
 
     w: Tensor
     y: Tensor
@@ -67,7 +66,10 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """u ``[m, d]``, curvature = log(r lr)/10 ``[m, 1]``: small compared to u, so it survives clipping and noise."""
+    """Message u ``[m, d]``, and curvature ``[m, 1]``, which is log(r lr)/10.
+
+    The curvature is small compared to u, so it survives clipping and noise.
+    """
 
     u: Annotated[Tensor, Kept(primary=True)]
     curvature: Annotated[Tensor, Kept()]

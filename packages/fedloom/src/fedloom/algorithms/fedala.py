@@ -1,4 +1,4 @@
-"""FedALA: a client mixes the received model into its own with a learned weight per parameter, then trains it.
+"""FedALA: a client mixes the received model into its own, with a learned weight per parameter, and then trains.
 
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
@@ -9,23 +9,23 @@ TsingZ0/FedALA).
     paper        here       meaning
     Theta        x          server's model
     Theta_i      w          client's model
-    W_i^p        a          aggregation weights of the layers that adapt, in [0, 1], 1 at first
-    p            head       those layers, the last one. Below them a client takes the received model
-    s            share      part of the client's data that W_i is learned on
+    W_i^p        a          aggregation weights of the adaptive layers, in [0, 1], initially 1
+    p            head       adaptive layers (the last layer). All other layers are taken from the received model
+    s            share      share of the client's data on which W_i is learned
     eta          eta        step size of W_i
 
 Kept by a client: d + h (w, a), where h is the number of adaptive parameters. Sent per round: d down, d up.
 
-Deviations: s % of the data means the first s % of the batches of a separate epoch. The paper learns the weights until
-their loss converges, in the first round in which the two models differ. Here, the method learns them for ``first``
-passes. The personal model is the client's own model after its training, and not a mixture with the most recently
-received model.
+Deviations: s % of the data means the first s % of the batches in a separate epoch. In the first round in which the two
+models differ, the paper learns the weights until their loss converges. Here, the weights are learned for ``first``
+passes over the data. The personal model is the client's own model after training. The personal model is not mixed with
+the most recently received model.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, with the same
 number of passes in the first round.
 
-Use it if the received model improves only some of the layers. With eta = 0, all weights stay 1, and the method equals
-FedAvg with each client's last model as its personal model.
+Use it if the received model is better than the client's own model only in some layers. With eta = 0, all weights stay
+1, and the method equals FedAvg in which the personal model is the client's last model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedloom.rows import masks
 
 
 class Client(NamedTuple):
-    """w ``[m, d]``, a ``[m, h]``."""
+    """Client's model w ``[m, d]``, and aggregation weights a ``[m, h]`` of the adaptive layers."""
 
     w: Tensor
     a: Tensor

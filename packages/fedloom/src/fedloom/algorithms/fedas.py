@@ -1,4 +1,4 @@
-"""FedAS: the received body is first aligned to the client's prototypes.
+"""FedAS: the received body is first aligned with the client's prototypes.
 
 The server weights bodies by their Fisher information.
 
@@ -9,27 +9,29 @@ Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personali
 
     paper      here    meaning
     theta      x       body, on the server
-    w_i        w       client's last model, its body and its head
+    w_i        w       client's last model, with body and head
     p_i        means   mean representation of every class under the client's last body
-    FIM trace  fisher  sum over an epoch's batches of the squared gradient of their mean loss
+    FIM trace  fisher  squared gradient of a batch's mean loss, summed over the batches of an epoch
 
 Kept by a client: d (w). Sent per round: the body's parameters down, and the same parameters plus 1 number up. The
 server receives the bodies of individual clients, so it supports neither secure aggregation nor robust rules.
 
-Deviations: all samples have equal weight in the alignment. In the public code, the classes of a batch have equal
-weight. The alignment uses the step size of the round. The public code uses 0.01. In the authors' code, a client aligns
-the result of the previous client's alignment. A client's Fisher information is multiplied by its share alpha_i. Absent
-clients compute nothing. The personal model is the client's own model after its training.
+Deviations: all samples have equal weight in the alignment. In the public code, the classes in a batch have equal
+weight. The alignment uses the step size of the round, while the public code uses 0.01. In the authors' code, the
+alignment of a client continues from the result of the previous client's alignment. A client's Fisher information is
+multiplied by the client's share alpha_i. Absent clients compute nothing. The personal model is the client's own model
+after training.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, with equal shares, ``lr`` 0.01
-and equal weights of samples in the alignment.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, with equal shares,
+``lr`` = 0.01 and equal weights of all samples in the alignment.
 
-Attackers: a forged model is weighted by its own Fisher information. In one round of five clients, an upload of noise
-moved x 4.3 times as far as in FedAvg, and an upload with a flipped sign 0.2 times as far.
+Attackers: a forged model is weighted by the Fisher information of the forged model itself. In one round with five
+clients, an upload of noise moved x 4.3 times as far as in FedAvg, and an upload with a flipped sign moved x 0.2 times
+as far.
 
-Use it if heads are personal and few clients participate per round, so that the body changes between a client's rounds.
-Without alignment and with one client, the method equals Local. The method also equals Local if the whole model is the
-head, and a run warns about this.
+Use it if heads are personal and few clients participate per round, so that the body changes a lot between a client's
+rounds. Without alignment and with a single client, the method equals Local. If the whole model is the head, the method
+also equals Local, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -50,19 +52,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 
 
 class Client(NamedTuple):
-    """w ``[m, d]``."""
+    """Client's last model w ``[m, d]``."""
 
     w: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads. Fisher ``[m, 1]``."""
+    """Change dw ``[m, d]`` of the body, which is 0 in the head, and the trace of the Fisher information ``[m, 1]``."""
 
     dw: Annotated[Tensor, Rows(base="down.x", primary=True, part="body")]
     fisher: Annotated[Tensor, Rows()]

@@ -1,27 +1,28 @@
-"""FedAvg-FT: FedAvg, after which every client fine-tunes the model with a few local steps.
+"""FedAvg-FT: FedAvg, followed by a few local steps in which every client fine-tunes the model.
 
-Problem: min over x of sum_i alpha_i f_i(x), then a few steps towards min over v_i of f_i(v_i) from there.
+Problem: min over x of sum_i alpha_i f_i(x). From the solution, client i takes a few steps towards min over v_i of
+f_i(v_i).
 
 Reference: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation", arXiv:2002.04758v3,
-Section 4.1 (fine-tuning). The mean is FedAvg's mean.
+Section 4.1 (fine-tuning). The mean is that of FedAvg.
 
     paper    here         meaning
     G_T      x            server's model
     L        v            personal model, G_T after local SGD
     E        epochs       passes of the adaptation over the client's training part, or ``steps``
-    eta      lr           its step size
+    eta      lr           step size of the adaptation
 
 Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed from the server's newest model
-when it is needed, at an evaluation or at the end. It is never sent, so it does not matter for other results when it is
-computed. Its gradients count as work in the round after which it is computed.
+whenever it is needed, which is at an evaluation or at the end. The personal model is never sent, so other results do
+not depend on when it is computed. The gradients of the fine-tuning are recorded as work of the round that precedes it.
 
-Deviations: all parameters are fine-tuned with the run's local SGD, including momentum and weight decay.
+Deviations: all parameters are fine-tuned by the run's local SGD, including momentum and weight decay.
 
-Replayed: the rounds and the fine-tuning of KarhouTam/FL-bench's clients (06e658bc) give the same models, to 1e-15.
-Their code skips a batch that contains only one sample.
+Replayed: the rounds and the fine-tuning in the clients of KarhouTam/FL-bench (06e658bc) produce the same models to
+within 1e-15. Their code skips batches with a single sample.
 
-Defaults: five epochs at the step size of the round. With as many fine-tuning epochs as the run has rounds, fine-tuning
-costs as much as FedAvg's training. With 0 epochs it equals FedAvg.
+Defaults: five epochs with the step size of the round. If there are as many fine-tuning epochs as rounds, fine-tuning
+costs as much as the training in FedAvg. With 0 epochs, the method equals FedAvg.
 
 Use it as the first baseline in every comparison of personalized methods.
 """

@@ -1,31 +1,33 @@
-"""FedBABU: rounds train only the body, while the head keeps its random initial values.
+"""FedBABU: rounds train only the body, and the head keeps its random initial values.
 
-Afterwards, clients fine-tune both.
+Afterwards, each client fine-tunes both.
 
-Problem: min over phi of sum_i alpha_i f_i(h, phi), h fixed, then a few steps on f_i from there.
+Problem: min over phi of sum_i alpha_i f_i(h, phi) for a fixed h. From the solution, client i takes a few steps on f_i.
 
 Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR
 2022, arXiv:2106.06042, Algorithm 1, and its fine-tuning (public code: jhoon-oh/FedBABU).
 
     paper       here          meaning
-    theta_ext   x             body (extractor), on the server. Its head is the initial one
-    theta_cls   head          head (classifier), drawn once
+    theta_ext   x             body (extractor), on the server, with the initial head
+    theta_cls   head          head (classifier), drawn once at random
     tau         local         epochs of the body per round
     tau_f       epochs        epochs of the fine-tuning
 
 Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
-is computed when it is needed, and is never sent. Its gradients count as work in the round after which it is computed.
+is computed when it is needed, and it is never sent. The gradients of the fine-tuning are recorded as work of the round
+that precedes it.
 
 Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same bodies and fine-tuned models, to 1e-15, once the
-last mean is sent before fine-tuning. In their code, each client fine-tunes the body from its own last round.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same bodies and fine-tuned models to within 1e-15,
+once the last mean is sent to the clients before fine-tuning. In their code, each client fine-tunes the body from its
+own last round.
 
-Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables, or for a quarter of the run's local epochs
-if that is more, because the head must be learned from random values with the run's step size.
+Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables. If a quarter of the run's local epochs is
+more, this number is used, because the head must be learned from random values with the run's step size.
 
-Use it if clients share features but not labels, and new clients will join: the shared body does not depend on the
-head's labels. If the whole model is the head, the rounds train nothing, and a run warns about this.
+Use it if clients share features but not labels, and new clients will join, because the shared body does not depend on
+the labels of the head. If the whole model is the head, the rounds train nothing, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -43,19 +45,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``, its initial values."""
+    """Initial values ``[m, h]`` of the head."""
 
     head: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in the head."""
+    """Change dw ``[m, d]`` of the body, which is 0 in the head."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
 

@@ -1,6 +1,7 @@
-"""FedBN: all parameters are shared except the normalization layers, which stay with their client.
+"""FedBN: all parameters are shared except those of the normalization layers, which stay with the client.
 
-Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), b the affine parameters of the normalization layers.
+Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), where b are the affine parameters of the normalization
+layers.
 
 Reference: X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch
 Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/FedBN).
@@ -11,14 +12,14 @@ Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/F
 
 Kept by a client: the parameters of its normalization layers. Sent per round: all other parameters, down and up.
 
-Deviations: the layers' statistics are not parameters. For evaluation, they are computed from the client's own training
-part. Normalization layers of any kind are recognized by the shapes of their parameters: a weight with fewer than two
-dimensions, or with the shape of the bias. A PReLU layer has the same shapes. ``layers`` names others. A model without
-such layers is rejected, because the method would be identical to FedAvg.
+Deviations: the statistics of the normalization layers are not parameters. For evaluation, they are computed from the
+client's own training part. All kinds of normalization layers are recognized by the shapes of their parameters: a weight
+with fewer than two dimensions, or with the shape of the bias. A PReLU layer is recognized too, because it has the same
+shapes. ``layers`` names others. A model without such layers is rejected, because the method would equal FedAvg.
 
 Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15.
 
-Use it if features differ between clients (for example because of different scanners or cameras) but labels do not.
+Use it if features differ between clients, for example because of different scanners or cameras, but labels do not.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the shared parameters are sent."""
 
     x: Annotated[Tensor, Sent(part="shared")]
 
 
 class Client(NamedTuple):
-    """norm ``[m, k]``, the k personal parameters."""
+    """The k parameters ``[m, k]`` of the client's normalization layers."""
 
     norm: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero for the personal parameters."""
+    """Change dw ``[m, d]`` of the shared parameters, which is 0 in the normalization layers."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="shared")]
 

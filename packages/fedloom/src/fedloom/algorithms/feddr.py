@@ -17,25 +17,27 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
 Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
 stores every client's last u.
 
-Deviations: clients start with x_i = y_i = x^0, so a client's first round is the step that the paper takes before round
-one (x_i = prox of x^0). Clients send u, and not the difference from the last u. The server's mean over all clients is
-the same. The public code starts y at zero and weights clients by samples. Local training starts at xbar, which does not
-affect the exact prox. With ``start = "own"``, it starts at the client's x_i, as in the public code.
+Deviations: clients start with x_i = y_i = x^0. A client's first round is the step that the paper takes before round one
+(x_i = prox of x^0). Clients send u instead of the difference from the last u. The server's mean over all clients is the
+same in both cases. In the public code, y starts at zero, and clients are weighted by samples. Local training starts at
+xbar, which would make no difference to an exact prox. With ``start = "own"``, it starts at the client's x_i, as in the
+public code.
 
-Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, y_i and xbar, to
-1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
+Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i, y_i and xbar to
+within 1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
 
-Defaults: eta = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps), and local
-training starts at xbar. Let c_i be the fraction of the distance to the prox that client i's steps cover, and m the mean
-of the 1/c_i. On a constant gradient, the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1). This is 1.6 reach
-if clients have equal sizes (c = 0.39), and still FedAvg's reach if m is 4, for instance if some clients take a tenth of
-the steps. If local training starts from the client's own x_i, the model moves by eta/(m - 1 + 1/alpha), so one small
-client holds up all others. There is no default regularizer, because it is part of the problem. Without one, models have
-no zeros, and a run warns about this. The paper's experiments use L1 with c = 0.01.
+Defaults: eta = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). Local
+training starts at xbar. Let c_i be the fraction of the distance to the prox that the steps of client i cover, and let m
+be the mean of 1/c_i. If the gradient is constant, the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1). This
+distance is 1.6 reach if clients have equal sizes (c = 0.39). The distance still equals FedAvg's reach if m is 4, for
+instance if some clients take a tenth of the steps. If local training starts from the client's own x_i, the server's
+model moves by eta/(m - 1 + 1/alpha), so a single small client slows down all others. There is no default regularizer,
+because the regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued.
+The paper's experiments use L1 with c = 0.01.
 
-Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a run
-warns about this. With a large eta and few local steps, the method behaves like local training. The threshold that the
-regularizer applies at the server is eta times its weight.
+Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a
+warning is issued. With a large eta and few local steps, the method behaves like local training. The threshold that the
+regularizer applies at the server is eta times the regularizer's weight.
 """
 
 from __future__ import annotations
@@ -53,13 +55,13 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``."""
 
     x: Annotated[Tensor, Sent(prox="regulariser")]
 
 
 class Client(NamedTuple):
-    """w, y ``[m, d]``."""
+    """Local model w and center y of the local problem, both ``[m, d]``."""
 
     w: Tensor
     y: Tensor

@@ -2,7 +2,7 @@
 
 Means are computed in the dual space, and the prox maps them to the primal space.
 
-Problem: min over x of sum_i alpha_i f_i(x) + psi(x), psi convex.
+Problem: min over x of sum_i alpha_i f_i(x) + psi(x), where psi is convex.
 
 Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICML 2021, arXiv:2011.08474, Algorithm 3
 (Euclidean mirror map).
@@ -18,16 +18,17 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: the server adds up t from the values that clients report, because step sizes and numbers of steps may
-change. If both are constant, t equals the paper's. A weigher that reads the received model reads z instead. Replayed:
-the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same z and w, to 1e-15, once its
-L1 prox covers all parameters, as here. Their prox covers only the kernels of dense layers.
+Deviations: the server computes t from values that clients report, because step sizes and numbers of steps may change.
+If step sizes and numbers of steps are constant, t equals that of the paper. A weigher that uses the received model gets
+z instead. Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce the same z
+and w to within 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels
+of dense layers.
 
-Defaults: there is no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns
-about this.
+Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method
+equals FedAvg, and a warning is issued.
 
-Use it for sparse or low-rank global models with several local steps: unlike in FedMiD, averaging does not undo the
-prox. The weight t of psi grows without bound as steps accumulate, so use small steps near the end.
+Use it for sparse or low-rank global models with several local steps. Unlike in FedMiD, averaging does not undo the
+prox. The weight t of psi grows without bound as steps accumulate, so use small steps towards the end.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x, z ``[d]``, t ``[1]``."""
+    """Primal model x and dual variable z, both ``[d]``, and the weight t ``[1]`` of the regularizer."""
 
     x: Tensor
     z: Tensor
@@ -53,14 +54,14 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """z ``[d]``, t ``[1]``."""
+    """Dual variable z ``[d]``, and the weight t ``[1]`` of the regularizer."""
 
     z: Tensor
     t: Tensor
 
 
 class Up(NamedTuple):
-    """dz ``[m, d]``, time ``[m, 1]``: number of local steps times the step size."""
+    """Change dz ``[m, d]`` of the dual variable, and time ``[m, 1]``, the number of local steps times the step size."""
 
     dz: Annotated[Tensor, Mean(base="down.z", primary=True)]
     time: Annotated[Tensor, Mean()]

@@ -1,6 +1,6 @@
 """FedDyn: dynamic regularization that makes local and global stationary points agree.
 
-Problem: min over theta of sum_i alpha_i f_i(theta), alpha_i = 1/n in the paper.
+Problem: min over theta of sum_i alpha_i f_i(theta), where alpha_i = 1/n in the paper.
 
 Reference: D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama, "Federated Learning
 Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
@@ -8,28 +8,28 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
     paper              here     meaning
     theta^t            x        server's model
     theta_k^t          w        client's model
-    grad L_k(th_k^t)   hi       client's gradient memory. Grad f_i(w) after an exact step
+    grad L_k(th_k^t)   hi       client's gradient memory, equal to grad f_i(w) after an exact step
     h^t                h        server's mean of all hi
     alpha              alpha    strength of the pull
 
 Kept by a client: d (hi). Sent per round: d down, d up.
 
-Deviations: alpha is constant, as in the paper. The public code scales a client's alpha by mean(n)/n_i (``scaled``, one
-more number down). This scaling already weights by samples, so it needs ``client_weights = "uniform"``. The public code
-also clips gradients at 10, which is a setting of local training here. The difference w - x is sent once: the server's h
-and its mean over the cohort both use it.
+Deviations: alpha is the same for all clients, as in the paper. In the public code, the alpha of a client is scaled by
+mean(n)/n_i (``scaled``, which sends one more number down). This scaling already weights clients by samples, so it needs
+``client_weights = "uniform"``. The public code also clips gradients at 10. Here, clipping is a setting of local
+training. The difference w - x is sent once, and the server computes both h and the mean over the cohort from it.
 
-Replayed: the clients of alpemreacar/FedDyn (48a19fa) give the same models, to 1e-15, with ``scaled`` and clipping at
-10.
+Replayed: the clients of alpemreacar/FedDyn (48a19fa) produce the same models to within 1e-15, with ``scaled`` and
+clipping at 10.
 
-Defaults: alpha = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
-constant gradient, the server's model then moves by 1/alpha times the gradient per round, which is FedAvg's speed.
+Defaults: alpha = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). If the
+gradient is constant, the server's model then moves by 1/alpha times the gradient per round, which is FedAvg's speed.
 
-Attackers: h adds the change of the mean again. In a round with m of n clients, a forged model moves theta 1 + m/n times
-as far as in FedAvg.
+Attackers: h adds the change of the mean a second time. In a round with m of n clients, a forged model therefore moves
+theta 1 + m/n times as far as in FedAvg.
 
-Use it like SCAFFOLD, with half the traffic, if clients solve their local problem well. Large steps with small alpha can
-diverge.
+Use it like SCAFFOLD, but with half the traffic, if clients solve their local problems well. Large steps with a small
+alpha can diverge.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x, h ``[d]``."""
+    """Model x, and h, the mean of all clients' gradient memories, both ``[d]``."""
 
     x: Tensor
     h: Tensor
 
 
 class ScaledModel(NamedTuple):
-    """x ``[d]``, mean ``[1]``: mean number of samples per client."""
+    """Model x ``[d]``, and the mean number of samples per client ``[1]``."""
 
     x: Tensor
     mean: Tensor
 
 
 class Client(NamedTuple):
-    """hi ``[m, d]``."""
+    """Gradient memory hi ``[m, d]``."""
 
     hi: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``."""
+    """Change dw ``[m, d]`` of the received model."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, accumulates=True)]
 

@@ -1,27 +1,30 @@
-"""FedEM: every client's model is a mixture of a few shared networks, with the client's own mixture weights.
+"""FedEM: every client's model is a mixture of a few shared networks, with mixture weights of its own.
 
-Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of i of -log sum_m pi_im p(y | x_m)).
+Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of client i of -log sum_m pi_im p(y |
+x_m)).
 
 Reference: O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal, "Federated Multi-Task Learning under a Mixture of
 Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
 
     paper       here          meaning
     theta_m     x             component m of the mixture, on the server
-    pi_tm       pi            weights of client t, in the model's parameter ``mixing`` as logarithms
-    q_t(z = m)  share         share of component m in a sample: pi_m p(y | theta_m), with the sum 1
+    pi_tm       pi            weights of client t, stored as logarithms in the model's parameter ``mixing``
+    q_t(z = m)  share         share of component m in a sample: pi_m p(y | theta_m), scaled to the sum 1
 
 Kept by a client: M (pi). Sent per round: d down, d up, where d is the number of parameters of all M components.
 
-Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)) with the q from the start of the round (Eq. 9),
-implemented as the loss of the mixture plus a term. The paper's server has no model for unknown clients. A mixture with
-equal weights would not be such a model either. A new client's pi takes one expectation step over its samples.
+Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)), where q is the value at the start of the round (Eq.
+9). This step is implemented as the loss of the mixture plus an additional term. In the paper, the server has no model
+for unknown clients. A mixture with equal weights would not be suitable for them either. The pi of a new client is
+computed by one expectation step over its samples.
 
-Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, give the same x, pi
-and predictions, to 1e-15. A new client's pi is the same too. In their code, the mean over a cohort includes absent
-clients with the model that they received.
+Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, produce the same x,
+pi and predictions to within 1e-15. The pi of a new client is the same, too. In their code, the mean over a cohort
+includes the absent clients, with the model that they received.
 
 Use it if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to the number
-of kinds, 3 in the paper. FedEM on a model without a mixture is FedAvg, and a run warns about it. It needs classes.
+of kinds, which is 3 in the paper. With a model that is not a mixture, FedEM equals FedAvg, and a warning is issued. It
+needs classes.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
 LEAST = 1e-12
-"""Smallest weight of a component, which keeps its logarithm finite."""
+"""Smallest weight of a component. This weight is positive so that the logarithm stays finite."""
 
 
 class Client(NamedTuple):
-    """pi ``[m, M]``."""
+    """Mixture weights pi ``[m, M]`` of the components."""
 
     pi: Tensor
 
@@ -80,7 +83,7 @@ class FedEM(Algorithm):
         return masks.joined(down.x, rows.pi.log(), mixing)
 
     def _expected(self, down: Model, rows: Client, work: Work) -> Tensor:
-        """Compute the mean of q over each client's samples, ``[m, M]`` (Eq. 8)."""
+        """Return the mean of q over each client's samples, ``[m, M]`` (Eq. 8)."""
         count, means = rows.pi.shape[1], list[Tensor]()
         for (z, y), pi in zip(work.features(down.x), rows.pi, strict=True):
             means.append(shares(losses(z, y, count), pi.log()).mean(0))
@@ -88,22 +91,22 @@ class FedEM(Algorithm):
 
 
 def components(layout: Layout) -> int:
-    """Return M, the number of components of a model, or 1 for a model without a mixture."""
+    """Return M, the number of components of a model, or 1 if the model is not a mixture."""
     return layout.shapes[layout.names.index(MIXING)][0] if MIXING in layout.names else 1
 
 
 def losses(logits: Tensor, y: Tensor, count: int) -> Tensor:
-    """Return -log p(y) ``[b, M]`` for each component, from the logits of all components ``[b, M c]``."""
+    """Return -log p(y) ``[b, M]`` of each component, given the concatenated logits of all components ``[b, M c]``."""
     logs = log_probabilities(logits.unflatten(1, (count, -1)))
     return -logs.gather(2, y.long().view(-1, 1, 1).expand(-1, count, 1))[:, :, 0]
 
 
 def shares(loss: Tensor, log_pi: Tensor) -> Tensor:
-    """Return q ``[b, M]`` for samples with losses ``[b, M]`` (Eq. 7)."""
+    """Return q ``[b, M]`` for samples with the losses ``[b, M]`` (Eq. 7)."""
     return (log_pi - loss).softmax(1)
 
 
 def surrogate(z: Tensor, outputs: Tensor, y: Tensor, anchors: Tensor, log_pi: Any) -> Tensor:
-    """Return Eq. 9 minus the loss of the mixture itself, for each sample."""
+    """Return the objective of Eq. 9 minus the loss of the mixture itself, for each sample."""
     share = shares(losses(anchors[0], y, len(log_pi)), log_pi)
     return (share * losses(z, y, len(log_pi))).sum(1) - losses(outputs, y, 1)[:, 0]

@@ -1,4 +1,4 @@
-"""FedFomo: a client moves towards other clients' models that fit its held-out samples better than its own model.
+"""FedFomo: a client moves towards those models of other clients that fit its held-out samples better than its own.
 
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
@@ -6,35 +6,36 @@ Reference: M. Zhang, K. Sapra, S. Fidler, S. Yeung, J. M. Alvarez, "Personalized
 Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: NVlabs/FedFomo).
 
     paper       here     meaning
-    theta_n^t   w        client's model after its training, its own among those it may take
-    theta_i^t-1 start    where its last training began
-    w_n         weight   max(L_i(theta_i^t-1) - L_i(theta_n^t), 0) / ||theta_n^t - theta_i^t-1||, with the sum 1
+    theta_n^t   w        model of client n after its training (a client may also take its own)
+    theta_i^t-1 start    model from which the client's last training started
+    w_n         weight   max(L_i(theta_i^t-1) - L_i(theta_n^t), 0) / ||theta_n^t - theta_i^t-1||, scaled to the sum 1
     L_i         held     loss on the samples that the client does not train on
-    M           peers    models that a client receives
+    M           peers    number of models that a client receives
     P_i         liking   sums of the weights that a client gave to the models of each client
-    epsilon     epsilon  probability of receiving models of clients drawn at random
+    epsilon     epsilon  probability of receiving the models of randomly drawn clients
 
 Kept by a client: d (start). The server stores the client's w and its preference weights. Sent per round: (peers + 1) d
-+ peers + n down, d + n up. The server receives the models of individual clients, so it does not support secure
++ peers + n down, d + n up. The server receives the models of individual clients, so the method does not support secure
 aggregation.
 
-Deviations: the held-out samples are a share of the training part, the same in every round. A client may receive the
-last model of any client, including absent clients. With probability epsilon, all of these models are drawn at random
-instead of by preference. The public code draws each model with this probability, also uses means of groups of clients,
-and allows negative preference weights. Its default distance is the sum of absolute differences. With "l2", it is the
-squared norm.
+Deviations: the held-out samples are a share of the training part, which is the same in every round. A client may
+receive the last model of any client, including absent clients. With probability epsilon, all models that a client
+receives are drawn at random instead of by preference. In the public code, each model is drawn at random with this
+probability, means over groups of clients are used as well, and preference weights may be negative. The default distance
+in the public code is the sum of absolute differences. With "l2", the distance is the squared norm.
 
-Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) give the same
-models and weights, to 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions of
-NVlabs/FedFomo (fe04f664) also give the same weights and mixtures, once the square root of its "l2" is taken.
+Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) produce the same
+models and weights to within 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions
+of NVlabs/FedFomo (fe04f664) also produce the same weights and mixtures, once the square root of that code's "l2" is
+taken.
 
-Defaults: five models, a fifth of the samples held out, and an epsilon that starts at 0.3 and decreases by 0.05 per
-round, as in the paper. If no model is better than the model from which the client started, the client keeps its trained
-model, as in PFLlib. With ``returns``, it returns to the starting model, as in the paper. This loses a round's work if
-steps rarely lower the loss on a small number of samples.
+Defaults: a client receives five models and holds out a fifth of its samples. epsilon starts at 0.3 and decreases by
+0.05 per round, as in the paper. If no received model is better than the model from which the client started, the client
+keeps its trained model, as in PFLlib. With ``returns``, the client goes back to the starting model, as in the paper.
+Going back wastes the work of a round if few samples are held out and steps rarely lower the loss on them.
 
-Use it if some clients are similar but it is not known which ones. Traffic grows with ``peers``. With peers = 0 it
-equals Local.
+Use it if some clients are similar, but it is not known which ones. Traffic grows with ``peers``. With peers = 0, the
+method equals Local.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ from fedloom.seeds import generator
 
 
 class Down(NamedTuple):
-    """w ``[m, d]``: the client's model.
+    """The client's model w ``[m, d]``, the models of the client's peers, and preference weights.
 
-    others ``[m, peers d]``: the models of the client's peers, with their ids ``[m, peers]``. Liking ``[m, n]``.
+    others ``[m, peers d]`` are the peers' models, and peers ``[m, peers]`` are their ids. liking ``[m, n]`` are the
+    client's preference weights for the models of all clients.
     """
 
     w: Tensor
@@ -65,13 +67,13 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """start ``[m, d]``."""
+    """Model start ``[m, d]`` from which the client's last training began."""
 
     start: Tensor
 
 
 class Up(NamedTuple):
-    """w ``[m, d]``, liking ``[m, n]``."""
+    """Trained model w ``[m, d]``, and preference weights liking ``[m, n]``."""
 
     w: Annotated[Tensor, Kept(primary=True)]
     liking: Annotated[Tensor, Kept()]

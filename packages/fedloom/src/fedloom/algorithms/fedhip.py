@@ -1,7 +1,7 @@
-"""FedHiP: a closed-form personal head for every client, between its own sums and the sums of all clients.
+"""FedHiP: a closed-form personal head for every client, which combines its own sums with the sums of all clients.
 
 Problem: min over the head W_i of the sum of ||W_i' z - t||^2 over client i's samples, plus share times the same sum
-over all other clients' samples, plus ridge ||W_i||^2. z are the features of a frozen body.
+over all other clients' samples, plus ridge ||W_i||^2, where z are the features of a frozen body.
 
 Reference: J. Tang, Z. Yang, J. Wang, K. Fan, J. Xu, H. Zhuang, A. Liu, H. H. Song, L. Wang, Y. Liu, "FedHiP:
 Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solutions", 2025, arXiv:2508.04470v1.
@@ -9,23 +9,26 @@ Heterogeneity-Invariant Personalized Federated Learning Through Closed-Form Solu
     paper                            here          meaning
     analytic local training          statistics    a client's sums of z z' and z t'
     analytic global aggregation      total         their sum over clients, and its head
-    analytic local personalization   personal      the client's head, by its own sums and all
+    analytic local personalization   personal      the client's head, from its own sums and the sums of all clients
 
 Kept by a client: s, the statistics that it has sent. Sent per round: d and s down and s up, where s is (k + 1) (k + 2)
-/ 2 + (k + 1) c numbers for k features and c outputs. Clients send no model, and after their first upload they send only
-zeros.
+/ 2 + (k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client
+sends only zeros.
 
-Deviations: each client chooses how far its head moves from its own sums (share 0) towards the pooled head (share 1),
-among nine shares, by the exact leave-one-out error on its rows. The paper uses the same number for all clients. Other
-clients' sums are weighted. The paper's code was not replayed, because it is not public. Heads have a bias.
+Deviations: each client chooses a share between its own head (share 0) and the pooled head (share 1). The client tries
+nine shares and takes the one with the smallest exact leave-one-out error on its rows. In the paper, all clients use the
+same number. The share multiplies the sums of the other clients. The method was not compared with the paper's code,
+because this code is not public. Heads have a bias.
 
 If shares are proportional to samples, a personal head does not depend on how rows are distributed over the other
-clients. Learning rate, epochs and batches have no effect. Outputs are least-squares fits of 0 and 1, so their softmax
-is not a probability: compare accuracies.
+clients. Learning rate, epochs and batches have no effect. Outputs are least-squares fits to 0 and 1, and their softmax
+is not a probability. Compare accuracies instead of losses.
 
-Attackers: they forge statistics instead of a model. A forged upload shifts each sum by the attacker's share.
+Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
+attacker's share.
 
-Use it with a good frozen body, if clients differ in their labels or in the meaning of labels, and rounds are expensive.
+Use it with a good frozen body, if clients differ in their labels or in the meaning of labels, and if rounds are
+expensive.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ SHARES_TRIED = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 1e-4, 0.0)
 
 
 class Down(NamedTuple):
-    """x ``[d]``, total ``[s]``."""
+    """Model x ``[d]``, and the statistics total ``[s]`` of all clients."""
 
     x: Tensor
     total: Tensor
 
 
 class Fit(NamedTuple):
-    """head ``[k + 1, c]`` and the head's leave-one-out error."""
+    """Head ``[k + 1, c]``, with its leave-one-out error."""
 
     head: Tensor
     error: float
@@ -108,7 +111,7 @@ class FedHiP(Algorithm):
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
-        """Return the head of sums, and for each row the mean squared error of the head computed without this row."""
+        """Return a head, and the mean squared error on each row of the head that is computed without this row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
         both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)

@@ -1,6 +1,6 @@
 """FedMiD: federated mirror descent, with proximal steps at the clients and at the server.
 
-Problem: min over x of sum_i alpha_i f_i(x) + psi(x), psi convex.
+Problem: min over x of sum_i alpha_i f_i(x) + psi(x), where psi is convex.
 
 Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICML 2021, arXiv:2011.08474, Algorithm 2
 (Euclidean mirror map).
@@ -15,18 +15,18 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d down (sparse or of low rank, depending on the prox), d + 1 up.
 
-Deviations: clients send eta_c K, which the server's prox needs, as a single number, because clients may take different
-numbers of steps. The server uses the mean of these numbers.
+Deviations: clients send the number eta_c K, which the server's prox needs, because clients may take different numbers
+of steps. The server uses the mean of these numbers.
 
-Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, give the same w, to 1e-15, once
-its L1 prox covers all parameters, as here. Their prox covers only the kernels of dense layers.
+Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce the same w to within
+1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels of dense layers.
 
-Defaults: there is no regularizer, because it is part of the problem. The method then equals FedAvg, and a run warns
-about this.
+Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method
+equals FedAvg, and a warning is issued.
 
-Use it as the simplest composite baseline. The prox is applied twice per round (with one client and one step, the
-threshold is 2 eta_c c), and the mean of sparse local models is not sparse ("curse of primal averaging"), so the limit
-is biased even with one local step.
+Use it as the simplest composite baseline. The limit is biased even with one local step. The prox is applied twice per
+round (with one client and one step, the threshold is 2 eta_c c), and the mean of sparse local models is not sparse
+("curse of primal averaging").
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``."""
 
     x: Annotated[Tensor, Sent(prox="regulariser")]
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, time ``[m, 1]``: number of local steps times the step size."""
+    """Change dw ``[m, d]`` of the model, and time ``[m, 1]``, the number of local steps times the step size."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     time: Annotated[Tensor, Mean()]

@@ -1,4 +1,4 @@
-"""FedNova: normalized averaging, so that clients with more local steps do not have more influence.
+"""FedNova: normalized averaging, in which clients that take more local steps do not have more influence.
 
 Problem: min over x of sum_i p_i f_i(x).
 
@@ -9,24 +9,25 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
     x            x            server's model
     tau_i        work.steps   local steps
     a_i          -            weights of the local gradients in the change of the model
-    ||a_i||_1    size         their sum. tau_i for plain SGD
+    ||a_i||_1    size         sum of these weights, equal to tau_i for plain SGD
     mu           mu           proximal weight of the local problems
-    gamma_i      gamma        factor of the step size per local step
+    gamma_i      gamma        factor by which the step size changes in each local step
     eta d_i      -dw          normalized change of the model
-    tau_eff      mean size    effective steps, sum_i p_i ||a_i||_1
+    tau_eff      mean size    effective number of steps, sum_i p_i ||a_i||_1
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
-Deviations: p_i is the client's share, which is n_i/n as in the paper unless the run sets other ``weights``. Momentum is
-the run's local momentum. ``mu`` and ``gamma`` give the proximal and decaying-rate a_i of Section 3. All three can be
-combined, while the paper uses one at a time (momentum also acts on the proximal term). Clients send the change divided
-by ||a_i||_1, so weighers and samplers see the model x + dw.
+Deviations: p_i is the client's share, which is n_i/n as in the paper unless the run uses other ``weights``. The
+momentum is that of the run's local training. ``mu`` and ``gamma`` give the a_i of Section 3 for a proximal term and for
+a decaying step size. Momentum, ``mu`` and ``gamma`` can be combined (momentum then also acts on the proximal term),
+while the paper uses one at a time. Clients send the change divided by ||a_i||_1. For weighers and samplers, a client's
+model is therefore x + dw.
 
-Replayed: the clients of JYWa/FedNova (47b4e09) give the same models, to 1e-15, with and without momentum, for mu = 0.
-With mu, their tau_eff counts steps.
+Replayed: the clients of JYWa/FedNova (47b4e09) produce the same models to within 1e-15, with and without momentum, for
+mu = 0. With mu > 0, the tau_eff in their code is a number of steps.
 
-Use it if clients take different numbers of local steps. If the numbers are equal, it equals FedAvg, and a run warns
-about this.
+Use it if clients take different numbers of local steps. If all clients take the same number, the method equals FedAvg,
+and a warning is issued.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``: change of the model divided by size. Size ``[m, 1]``."""
+    """Change dw ``[m, d]`` of the model divided by size, and the size ``[m, 1]``, which is ||a_i||_1."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     size: Annotated[Tensor, Mean()]
@@ -87,7 +88,7 @@ class FedNova(Algorithm):
         return {"size": (size, size)}
 
     def _size(self, work: Work, like: Tensor) -> Tensor:
-        """Compute ||a_i||_1: the change, divided by -eta, of a model whose batch gradients are all 1."""
+        """Compute ||a_i||_1, which is the change, divided by -eta, of a model whose batch gradients are all 1."""
         rho, tau = work.local.momentum, work.steps.to(like)
         if not self.mu and self.gamma == 1:
             return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)

@@ -1,4 +1,4 @@
-"""FedOpt: the server applies an adaptive optimizer to the mean difference of the cohort.
+"""FedOpt: the server applies an adaptive optimizer to the cohort's mean change of the model.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -13,28 +13,29 @@ arXiv:1909.06335 (FedAvgM, ``momentum``).
     m_t, v_t       m, v           first and second moment
     eta            server_lr      server step size
     beta_1, _2     beta1, beta2   decay of the moments
-    tau            tau            adaptivity. V starts at tau^2
+    tau            tau            adaptivity (v starts at tau^2)
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: none from Algorithm 2. There is no bias correction, as in the paper. Momentum is m <- beta1 m + Delta, x <-
-x + eta m. The mean over the cohort is weighted by the clients' shares.
+Deviations: none from Algorithm 2. As in the paper, there is no bias correction. With momentum, the server computes m <-
+beta1 m + Delta and x <- x + eta m. The mean over the cohort is weighted by the clients' shares.
 
-Replayed: the server of KarhouTam/FL-bench (06e658b) gives the same models, to 1e-14, once its v starts at tau^2.
+Replayed: the server of KarhouTam/FL-bench (06e658b) produces the same models to within 1e-14, once its v starts at
+tau^2.
 
-Defaults: in a round, the adaptive optimizers move a coordinate by little more than server_lr. The default reach/10,
-where reach is the distance covered in a local round (lr times the mean number of steps), is the move for a gradient of
-0.1. It is the smallest factor in studies/benchmarks/factors.py that keeps up with FedAvg. If clients use an optimizer
-such as Adam, the default is the move of this optimizer. If gradients are clipped at c, the default is at most reach
-c/sqrt(d), so the first round moves no farther than FedAvg can. With momentum, the default is 0.1 = 1 - beta1, which
-eventually gives FedAvg's speed.
+Defaults: in a round, the adaptive optimizers move each coordinate by little more than server_lr. The default is
+reach/10, where reach is the distance covered in a local round (lr times the mean number of steps). This default is the
+distance that a gradient of 0.1 would cause. Among the factors tried in studies/benchmarks/factors.py, it is the
+smallest that keeps up with FedAvg. If clients use an optimizer such as Adam, the default is the distance that this
+optimizer moves. If gradients are clipped at c, the default is at most reach c/sqrt(d), so that the first round moves no
+farther than FedAvg can. With momentum, the default is 0.1 = 1 - beta1, which eventually reaches FedAvg's speed.
 
-Attackers: a forged model moves x by the optimizer's step on the mean change. With momentum, this step is server_lr
-times the change. The adaptive optimizers move every coordinate by about server_lr, no matter how far away the forged
-model is.
+Attackers: a forged model moves x by the step that the optimizer takes for the mean change. With momentum, this step is
+server_lr times the change. The adaptive optimizers move every coordinate by about server_lr, no matter how far away the
+forged model is.
 
-Use it if gradients of some coordinates are rarely nonzero (embeddings). Tune server_lr and tau together with the local
-lr.
+Use it if the gradients of some coordinates are rarely nonzero, as in embeddings. Tune server_lr and tau together with
+the local lr.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """x, m, v ``[d]``. Momentum leaves v unchanged."""
+    """Model x with first moment m and second moment v, all ``[d]``. Momentum leaves v unchanged."""
 
     x: Tensor
     m: Tensor

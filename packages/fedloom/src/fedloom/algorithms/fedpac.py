@@ -1,4 +1,4 @@
-"""FedPAC: a shared body whose features are aligned by prototypes, and heads that combine the heads of similar clients.
+"""FedPAC: a shared body whose features are aligned by prototypes, and heads combined from those of similar clients.
 
 Problem: min over phi and h_1..h_n of sum_i alpha_i (f_i(h_i, phi) + lam mean of ||z(phi) - C_y||^2 / k).
 
@@ -7,24 +7,22 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
 
     paper        here          meaning
     phi          x             body (feature extractor), on the server
-    w_i          heads, head   head of client i, a combination of those of its cohort
+    w_i          heads, head   head of client i, a combination of the heads in its cohort
     c_k          prototypes    mean representation of class k over all clients
     lambda       lam           weight of the alignment
-    V_i          spread        variance of the client's estimate of its features' means by class
+    V_i          spread        variance of the client's estimates of the class means of its features
     h_i          moment        share of a class times its mean representation under the received body
-    alpha_ij     alpha         weight of client j's head at client i
+    alpha_ij     alpha         weight of client j's head in client i's head
 
 Kept by a client: nothing. The server stores the client's head. Sent per round: body, head and prototypes down, and
-body, head and 2 c k features up, for c classes. The server receives heads and moments of individual clients, so it does
-not support secure aggregation.
+body, head and 2 c k features up, for c classes. The server receives single heads and moments: no secure aggregation.
 
-Deviations: projected gradient steps solve the quadratic program of Eq. 11. An absent client keeps its head. The
-alignment follows the public code: every sample is pulled to the prototype of its class, from the second round on. A
-class without a prototype contributes nothing. The public code pulls the samples of this class to the client's own mean.
-Heads use the step size of the round. The public code uses 0.1, and drops head weights below 0.001.
-
-Replayed: clients and functions of JianXu95/FedPAC (5770f4f8), in its loop's order, give the same bodies, heads and
-prototypes, to 1e-13, with its momentum and weight decay, if no head weight is dropped.
+Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. An absent client keeps its head. The
+alignment follows the public code: from the second round on, every sample is pulled to the prototype of its class.
+Samples of a class without a prototype are not pulled. In the public code, they are pulled to the client's own mean.
+Heads are trained with the step size of the round. The public code uses 0.1, and it drops head weights below 0.001.
+Replayed: the clients and functions of JianXu95/FedPAC (5770f4f8), called in its loop's order, produce the same bodies,
+heads and prototypes to within 1e-13, with its momentum and weight decay, if it drops no head weight.
 
 Use it if labels are skewed and some clients are similar. With lam = 0, features are not aligned.
 """
@@ -46,7 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``, heads ``[n, h]``, prototypes ``[c k]``, known ``[c]``."""
+    """Body x ``[d]``, heads ``[n, h]``, prototypes ``[c k]``, and known ``[c]``, 1 for classes with a prototype."""
 
     x: Tensor
     heads: Tensor
@@ -55,7 +53,7 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """x ``[d]``, head ``[m, h]``, prototypes ``[c k]``, known ``[c]``."""
+    """Body x ``[d]``, a head ``[m, h]`` for each client, prototypes ``[c k]``, and known ``[c]`` as in `Server`."""
 
     x: Annotated[Tensor, Sent(part="body")]
     head: Tensor
@@ -64,7 +62,11 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads. Head ``[m, h]``. moment, total ``[m, c k]``. Spread ``[m, 1]``. Share ``[m, c]``."""
+    """Change dw ``[m, d]`` of the body, which is 0 in the head, trained head ``[m, h]``, and statistics of features.
+
+    moment ``[m, c k]`` and spread ``[m, 1]`` are computed with the received body, total ``[m, c k]`` with the trained
+    body. share ``[m, c]`` is each class's share of the client's samples.
+    """
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
     head: Annotated[Tensor, Rows()]
@@ -138,7 +140,7 @@ class FedPAC(Algorithm):
 
 
 def combined(spread: Tensor, moment: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
-    """Return row i: argmin over the simplex of sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2 (Eq. 11), ``[m, m]``."""
+    """Return a matrix ``[m, m]`` whose row i minimizes sum_j a_j^2 V_j + ||h_i - sum_j a_j h_j||^2 (Eq. 11)."""
     centred = moment - moment.mean(0)
     gram = centred @ centred.mT
     p = torch.diag(spread.clamp(min=0)) + gram

@@ -1,4 +1,4 @@
-"""FedPD: a primal-dual method whose clients may solve several local problems between two communications.
+"""FedPD: a primal-dual method in which clients may solve several local problems between two communications.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -7,30 +7,30 @@ Non-IID Data", IEEE Transactions on Signal Processing 69, 2021, arXiv:2005.11418
 
     paper      here    meaning
     x_0        x       server's model
-    x_{0,i}    u       client's copy of it, moved by its dual
+    x_{0,i}    u       client's copy of the server's model, shifted by its dual
     x_i        w       local model
-    lambda_i   y       dual of x_i = x_0. -grad f_i(w) after an exact step
+    lambda_i   y       dual of x_i = x_0, equal to -grad f_i(w) after an exact step
     eta        eta     1/eta is the penalty
-    p          skip    probability of an iteration without communication
+    p          skip    probability that an iteration has no communication
 
 Kept by a client: 2d (w, y). Sent per round: d down, d up. The server stores every client's last u.
 
-Deviations: a round here contains all iterations between two communications. The server draws the number of iterations
-(geometric, the same for all clients) and sends it. Iterations without communication therefore cause no traffic. In the
-paper, all clients participate. Here, an absent client is represented by its last u. Local training starts at the
-client's own x_i, or with ``start = "server"`` at its copy of the server's model.
+Deviations: a round consists of all iterations between two communications. The server draws the number of iterations
+from a geometric distribution and sends it. This number is the same for all clients. Iterations without communication
+therefore do not cause any traffic. In the paper, all clients participate. Here, an absent client is represented by its
+last u. Local training starts at the client's own x_i, or at its copy of the server's model with ``start = "server"``.
 
-Replayed: FedPD's clients and server in unc-optimization/FedDR (4097eb44), in TensorFlow, give the same x_i, lambda_i
-and x_0, to 1e-15, with p = 0.
+Replayed: the clients and the server of FedPD in unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i,
+lambda_i and x_0 to within 1e-15, with p = 0.
 
 Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at
-the server's model. On a constant gradient, this model then moves by eta times the gradient per round, which is FedAvg's
-speed. If local training continued from x_i, the model would move by 1 - 1/e of this distance. If eta is given, local
-training starts at x_i, as in the paper.
+the server's model. If the gradient is constant, the server's model then moves by eta times the gradient per round,
+which is FedAvg's speed. If local training started at x_i, the server's model would move by only 1 - 1/e of this
+distance. If eta is set, local training starts at x_i, as in the paper.
 
-Use it like FedDyn or FedADMM. It is their variant with full participation (eta = 1/alpha = 1/rho). If most
-clients are absent, the model moves little, and a run warns about this. ``skip`` saves communication only if clients
-differ little.
+Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). The method is
+meant for clients that all participate. If most clients are absent, the model moves little, and a warning is issued.
+``skip`` reduces communication usefully only if clients differ little.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from fedloom.local import Ctx, Work, descend, iterate
 
 
 class Down(NamedTuple):
-    """x ``[d]``, iterations ``[1]``."""
+    """Model x ``[d]``, and the number of iterations ``[1]`` in this round."""
 
     x: Tensor
     iterations: Tensor
 
 
 class Client(NamedTuple):
-    """w, y ``[m, d]``."""
+    """Local model w and dual y, both ``[m, d]``."""
 
     w: Tensor
     y: Tensor

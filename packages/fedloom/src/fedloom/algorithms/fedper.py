@@ -1,4 +1,4 @@
-"""FedPer: a shared body with personal heads, trained together.
+"""FedPer: a shared body and personal heads, which are trained together.
 
 Problem: min over phi, h_1..h_n of sum_i alpha_i f_i(h_i, phi).
 
@@ -15,8 +15,9 @@ Deviations: the head is the last layer with a matrix, unless ``head`` names othe
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
-Use it as the simplest way to split a model. FedRep trains the head to completion before the body. If the whole model is
-the head, it equals Local, and a run warns about this. If the model has no head, it equals FedAvg.
+Use it as the simplest way to split a model into a shared and a personal part. In contrast, FedRep trains the head to
+completion before it trains the body. If the whole model is the head, the method equals Local, and a warning is issued.
+If the model has no head, the method equals FedAvg.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: its h parameters."""
+    """The h parameters ``[m, h]`` of the client's head."""
 
     head: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in the head."""
+    """Change dw ``[m, d]`` of the body, which is 0 in the head."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
 

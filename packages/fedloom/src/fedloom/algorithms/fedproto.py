@@ -1,4 +1,4 @@
-"""FedProto: clients keep their own models and share prototypes, which are the mean representations of classes.
+"""FedProto: clients keep their own models and share only prototypes, which are the mean representations of classes.
 
 Problem: min over w_1..w_n of sum_i alpha_i (f_i(w_i) + lam mean over i's samples of ||z(w_i) - C_y||^2 / k).
 
@@ -7,25 +7,25 @@ Heterogeneous Clients", AAAI 2022, arXiv:2105.00243v4, Algorithm 1, Eqs. 3, 6 an
 
     paper        here              meaning
     C_i^(j)      work.class_means  mean representation of class j at client i
-    Cbar^(j)     prototypes        their mean over clients, by samples of class j
+    Cbar^(j)     prototypes        mean of C_i^(j) over clients, weighted by samples of class j
     lambda       lam               weight of the distance to the prototype of a sample's class
     omega_i      w                 client's model
 
 Kept by a client: d (w). Sent per round: c k down and c (k + 1) up, for c classes and k features. No model.
 
-Deviations: the distance is between each sample and the prototype, as in the public code, and not between the client's
-means and the prototype. Squared, over k. All clients use the same architecture and start from the same model. A client
-predicts with its head instead of with the nearest prototype. Prototypes are computed with the trained model and
-averaged by samples (Eq. 6). In the public code, they are computed from the last epoch's batches, with equal weight per
-client. A class without a prototype contributes nothing.
+Deviations: the distance is that between each sample and the prototype, as in the public code, instead of that between
+the client's class mean and the prototype. It is squared and divided by k. All clients use the same architecture and the
+same initial model. A client predicts with its head instead of with the nearest prototype. Prototypes are computed with
+the trained model and weighted by samples in the mean (Eq. 6). In the public code, they are computed from the batches of
+the last epoch, and clients have equal weight. Samples of a class without a prototype are not pulled.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, given the same prototypes.
+Replayed: given the same prototypes, the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15.
 
-Attackers: they forge prototypes instead of a model. A forged upload shifts each prototype by the attacker's share of
-the samples of the prototype's class (Eq. 6).
+Attackers: attackers forge prototypes instead of a model. A forged upload shifts the prototype of a class in proportion
+to the attacker's share of the samples of this class (Eq. 6).
 
-Use it if models must not leave the clients, or if traffic is expensive. With lam = 0, the method equals Local. It also
-equals Local if the whole model is the head, and a run warns about this.
+Use it if models must not leave the clients, or if traffic is expensive. With lam = 0, the method equals Local. If the
+whole model is the head, the method also equals Local, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """prototypes ``[c k]``, known ``[c]``: 1 if the class has a prototype."""
+    """Prototypes ``[c k]`` of the classes, and known ``[c]``, which is 1 for each class that has a prototype."""
 
     prototypes: Tensor
     known: Tensor
 
 
 class Client(NamedTuple):
-    """w ``[m, d]``."""
+    """Client's model w ``[m, d]``."""
 
     w: Tensor
 
 
 class Up(NamedTuple):
-    """total ``[m, c k]``: class means times the class's share of the client's samples, then these shares ``[m, c]``."""
+    """Class means ``[m, c k]`` times the class's share of the client's samples, and these shares ``[m, c]``."""
 
     total: Annotated[Tensor, Mean(primary=True)]
     share: Annotated[Tensor, Mean()]

@@ -1,4 +1,4 @@
-"""FedRep: a shared body, under which every client first trains its own head.
+"""FedRep: a shared body, and a personal head that each client trains before the body.
 
 Problem: min over phi of sum_i alpha_i min over h_i of f_i(h_i, phi).
 
@@ -8,20 +8,21 @@ Federated Learning", ICML 2021, arXiv:2102.07078, Algorithm 1 (public code: lgco
     paper      here           meaning
     phi        x              body (representation), on the server
     h_i        head           head of client i
-    tau        head_epochs    epochs of the head, before the body moves
+    tau        head_epochs    epochs in which the head is trained, before the body
 
 Kept by a client: the head's parameters. Sent per round: the body's parameters, down and up.
 
-Deviations: tau is measured in epochs, as in the public code. The body is trained for the run's number of epochs, which
-is 1 in the paper. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models consist
-of the new body and the client's head. A client that has never participated trains once before it is evaluated.
+Deviations: tau is a number of epochs, as in the public code. The body is trained for the run's number of epochs. The
+paper trains it for 1 epoch. The head is the last layer with a matrix, unless ``head`` names other layers. Personal
+models consist of the new body and the client's head. A client that has never participated trains once before it is
+evaluated.
 
-Defaults: four epochs for the head, so a round costs at most five times FedAvg's.
+Defaults: the head is trained for four epochs, so a round costs at most five times as much as in FedAvg.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
 Use it if clients share features but not labels. If the whole model is the head (softmax regression), the method equals
-Local, and a run warns about this.
+Local, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: its h parameters."""
+    """The h parameters ``[m, h]`` of the client's head."""
 
     head: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in the head."""
+    """Change dw ``[m, d]`` of the body, which is 0 in the head."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
 

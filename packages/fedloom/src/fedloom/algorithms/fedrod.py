@@ -1,7 +1,7 @@
-"""FedRoD: one body under two heads: a generic head trained as if classes were balanced, and a personal head.
+"""FedRoD: one body with two heads, a generic head trained as if classes were balanced and a personal head.
 
 Problem: min over x of sum_i alpha_i b_i(x), and for every client min over h_i of f_i(x + h_i), where h_i changes only
-the head. b_i is f_i with log n_ic added to the output of class c.
+the head, and b_i is f_i with log n_ic added to the output of class c.
 
 Reference: H.-Y. Chen, W.-L. Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification",
 ICLR 2022, arXiv:2107.00778v2, Algorithm 1 with Eqs. 8 and 9, without the hypernetwork (public code: TsingZ0/PFLlib, not
@@ -10,21 +10,21 @@ by the authors).
     paper        here       meaning
     theta, psi   x          body and generic head, on the server
     phi_i        head       personal head, whose outputs are added to the generic ones
-    L^BSM        shift      balanced softmax: gamma log n_ic beside the output of class c
+    L^BSM        shift      balanced softmax: gamma log n_ic is added to the output of class c
     gamma        gamma      exponent of the class counts
 
-Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts stay at the client.
+Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts do not leave the client.
 
-Deviations: log n_ic is added to the head's bias for the gradient, which gives the same gradient. A class that a client
-does not have counts as 1e-9 samples. The personal head starts at zero. In the public code, it starts as a copy of the
-generic head. Here, the personal model initially equals the generic model. Both heads are linear, so the personal model
-is a single network whose head is the sum of both.
+Deviations: for the gradient, log n_ic is added to the bias of the head, which gives the same result. A class without
+samples at a client is treated as if it had 1e-9 samples. The personal head starts at zero. In the public code, it
+starts as a copy of the generic head. Here, the personal model is therefore initially equal to the generic model. Both
+heads are linear, so the personal model is a single network whose head is the sum of the two heads.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-9, if personal heads start at zero. In
-their code, personal heads start as copies of the generic head.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-9, if personal heads start at
+zero. In their code, personal heads start as copies of the generic head.
 
-Use it if labels are skewed, and both a generic model and personal models are needed. With gamma = 0, the generic branch
-equals FedAvg. It needs a classification task and a head with a bias.
+Use it if labels are skewed, and if both a generic model and personal models are needed. With gamma = 0, the generic
+model equals that of FedAvg. The method needs a classification task and a head with a bias.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: difference that a client adds to the head."""
+    """Difference ``[m, h]`` that a client adds to the generic head."""
 
     head: Tensor
 
@@ -70,7 +70,7 @@ class FedRoD(Algorithm):
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None
 
     def _shift(self, work: Work, like: Tensor) -> Tensor:
-        """Return gamma log n_ic in the coordinates of the head's bias, ``[m, d]``."""
+        """Return gamma log n_ic ``[m, d]`` in the coordinates of the head's bias, and 0 in all others."""
         bias = masks.head(work.layout) & ~masks.matrices(work.layout)
         prior = self.gamma * work.class_counts.clamp(min=1e-9).log()
         prior = prior[:, 1:] - prior[:, :1] if bias.sum() == 1 else prior  # one output for two classes

@@ -1,4 +1,4 @@
-"""FedSkip: local models move from client to client and are averaged only every few rounds.
+"""FedSkip: local models move from client to client, and they are averaged only every few rounds.
 
 Problem: min over x of sum_i f_i(x).
 
@@ -6,23 +6,24 @@ Reference: Z. Fan, Y. Wang, J. Yao, L. Lyu, Y. Zhang, Q. Tian, "FedSkip: Combatt
 Federated Skip Aggregation", ICDM 2022, Algorithm 1.
 
     paper    here    meaning
-    w        x       server's model, mean of the local ones
+    w        x       server's model, the mean of the local models
     w_k      w       local model
     n_k      seen    samples that a local model has been trained on since the last aggregation
-    Delta    skip    rounds from one aggregation to the next
+    Delta    skip    number of rounds from one aggregation to the next
 
 Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up. The server stores
 every client's last model.
 
-Deviations: in the paper, all clients participate. Here, the cohort's models are permuted within the cohort. The mean is
-over the last models of all clients that have participated, weighted by the number of samples that each model has seen,
-whatever the run's ``weights`` are. The server receives individual models, so it does not support secure aggregation.
+Deviations: in the paper, all clients participate. Here, the models of the cohort are permuted within the cohort. The
+mean is taken over the last models of all clients that have participated, weighted by the number of samples that each
+model has seen. The run's ``weights`` have no effect on this mean. The server receives individual models, so the method
+does not support secure aggregation.
 
-Replayed: the training loop of MediaBrain-SJTU/FedSkip (96acb90f) gives the same models, to 1e-15, with the same
-permutations.
+Replayed: given the same permutations, the training loop of MediaBrain-SJTU/FedSkip (96acb90f) produces the same models
+to within 1e-15.
 
-Use it if clients are allowed to see other clients' models. With ``skip`` 1 and all clients, it equals FedAvg weighted
-by samples. If most clients are absent, the model moves little, and a run warns about this.
+Use it if clients are allowed to see the models of other clients. With ``skip`` = 1 and all clients, the method equals
+FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Down(NamedTuple):
-    """w ``[m, d]``, seen ``[m, 1]``."""
+    """Model w ``[m, d]``, and the number of samples ``[m, 1]`` that it has seen since the last aggregation."""
 
     w: Tensor
     seen: Tensor
 
 
 class Up(NamedTuple):
-    """w ``[m, d]``, seen ``[m, 1]``."""
+    """Model w ``[m, d]``, and the number of samples ``[m, 1]`` that it has seen since the last aggregation."""
 
     w: Annotated[Tensor, Kept(primary=True, weight="seen")]
     seen: Annotated[Tensor, Kept()]

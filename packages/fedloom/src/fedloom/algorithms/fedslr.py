@@ -1,4 +1,4 @@
-"""FedSLR: a low-rank global model learned with all clients, plus a sparse personal component.
+"""FedSLR: a low-rank global model learned with all clients, plus a sparse personal component for each client.
 
 Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*. (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
@@ -9,33 +9,33 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     paper      here              meaning
     w_t        x                 global knowledge representation (GKR)
     w_{i,t}    w                 local model of phase I
-    gamma_i    gi                auxiliary variable. Grad f_i(w) after an exact step
+    gamma_i    gi                auxiliary variable, equal to grad f_i(w) after an exact step
     gamma      gamma             mean of all gamma_i (Algorithm 3)
     p_i        p                 personal component of phase II
     eta_g      eta_g             proximal step size
     lambda     lam               weight of the GKR's penalty
     mu         mu                weight of the personal penalty
-    eta_l, K   lr, ...           local steps. ``personal_epochs`` in phase II
+    eta_l, K   lr, ...           step size and number of local steps (``personal_epochs`` in phase II)
 
 Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V if they are shorter (``ranks`` from the server's
 SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma the mean gradient.
 
-Deviations: Algorithm 2, line 10, divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this file
-multiply instead. Algorithm 3 (with a single mean gamma) is also used with partial participation, where it gives the
-iterates of Algorithm 2. p starts at zero. The public code starts p as a copy of w_0 (``personal_start``). Weight decay
-acts on w + p in phase II. In the public code, it acts on p (``personal_decay``). Replayed: the public code (35dc740c)
-gives the same w, gamma_i and p with these two options, to 1e-14.
+Deviations: in line 10, Algorithm 2 divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this
+implementation multiply instead. Algorithm 3, which uses a single mean gamma, is also used with partial participation,
+where it produces the iterates of Algorithm 2. p starts at zero. In the public code, p starts as a copy of w_0
+(``personal_start``). In phase II, weight decay acts on w + p. In the public code, it acts on p (``personal_decay``).
+Replayed: with these two options, the public code (35dc740c) produces the same w, gamma_i and p to within 1e-14.
 
 Defaults: eta_g = 4 reach, where reach is the distance covered in a round (lr times the mean number of steps). On a
-quadratic with curvature h, the method converges if 3 s + 2 a < 4, where s is the fraction of the distance to the
+quadratic with curvature h, the method converges if 3 s + 2 a < 4. Here, s is the fraction of the distance to the
 minimum that a client covers in a round, and a is the fraction of the distance to the mean gradient that gamma covers,
 which is at most reach / eta_g. With a = 1/4, this holds for every s <= 1. With a = 1 (eta_g = reach), it holds only for
-s < 2/3. Slow directions advance by eta_g h per round (4 times FedAvg's).
+s < 2/3. In directions of small curvature, the model advances by eta_g h per round, 4 times as fast as in FedAvg.
 
-Attackers: gamma adds the mean's change again, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
+Attackers: gamma adds the mean's change a second time, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
 Use it for personal models with few personal parameters and small downloads. ``components`` selects LR+S to LR+LR.
-``method`` selects the rival GPGD (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.
+``method`` selects GPGD instead (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from fedloom.rows.proxes import Prox
 
 
 class Server(NamedTuple):
-    """x, gamma ``[d]``, ranks of x ``[matrices]``."""
+    """Model x and mean gamma of the auxiliary variables, both ``[d]``, and the ranks of x ``[matrices]``."""
 
     x: Tensor
     gamma: Tensor
@@ -62,26 +62,26 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``."""
 
     x: Annotated[Tensor, Sent(prox="global", ranks="ranks")]
 
 
 class Client(NamedTuple):
-    """gi, p ``[m, d]``."""
+    """Auxiliary variable gi and personal component p, both ``[m, d]``."""
 
     gi: Tensor
     p: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``."""
+    """Change dw ``[m, d]`` of the received model."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, accumulates=True)]
 
 
 class Sparsity(NamedTuple):
-    """Return the number of nonzero parameters of p, int64 ``[m, 1]``."""
+    """Number of nonzero parameters in p, int64 ``[m, 1]``."""
 
     nonzeros: Tensor
 

@@ -1,7 +1,7 @@
-"""FedSpa: every client trains its own sparse part of one model, and changes this part as it learns.
+"""FedSpa: every client trains its own sparse part of one model, and the part changes during training.
 
-Problem: min over w of sum_i alpha_i f_i(m_i * w), where m_i is a mask of fixed size per layer that client i searches
-for.
+Problem: min over w of sum_i alpha_i f_i(m_i * w), where m_i is a mask with a fixed size per layer that client i
+searches for.
 
 Reference: T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao, "Achieving Personalized Federated Learning with Sparse
 Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al. 2020).
@@ -11,25 +11,26 @@ Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al
     m_i        mask       1 where client i has a parameter, else 0
     w~_i       w          client's model, zero outside its mask
     U_i        -dw        masked update
-    alpha_t    rate       share of a layer that is exchanged, cosine from alpha_0
-    T          horizon    rounds until the rate is zero
+    alpha_t    rate       share of a layer that is exchanged, which falls from alpha_0 along a cosine
+    T          horizon    number of rounds after which the rate is zero
 
 Kept by a client: d (mask). Sent per round: d down, density * d up (values and indices).
 
-Deviations: the download is dense and the client masks it, so the server does not need the masks and learns them only
-from uploads. The paper sends the masked model. The mask always contains parameters with fewer than two dimensions. The
-parameters that grow back have the largest gradients on one batch, among all parameters outside the mask, including the
-parameters just pruned.
+Deviations: the download is dense, and the client applies its mask. The server therefore does not need the masks, and
+learns them only from uploads. In the paper, the server sends the masked model. Parameters with fewer than two
+dimensions are always in the mask. Parameters grow back if they have the largest gradients on one batch. All parameters
+outside the mask are candidates, including those that have just been pruned.
 
-Replayed: the clients of rong-dai/DisPFL (e2f47d4a), which some of the authors wrote with the same search, give the same
-models and masks, to 1e-15, once their number of exchanged parameters is rounded down. Their code rounds this number up.
+Replayed: the clients of rong-dai/DisPFL (e2f47d4a), written by some of the authors with the same search, produce the
+same models and masks to within 1e-15, once their number of exchanged parameters is rounded down. Their code rounds this
+number up.
 
-Defaults: T is the run's number of rounds.
+Defaults: T is the number of rounds in the run.
 
-Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and leaves all other
+Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and it leaves all other
 parameters unchanged.
 
-Use it if clients can only handle a part of the model. With ``density`` 1, it equals FedAvg.
+Use it if clients can handle only a part of the model. With ``density`` = 1, the method equals FedAvg.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from fedloom.rows import masks
 
 
 class Client(NamedTuple):
-    """mask ``[m, d]``: zeros and ones."""
+    """Mask ``[m, d]`` of zeros and ones."""
 
     mask: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``: zero outside the mask."""
+    """Change dw ``[m, d]`` of the model, which is 0 outside the client's mask."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True), Sent("sparse")]
 
@@ -110,7 +111,11 @@ class FedSpa(Algorithm):
         return down.x * rows.mask  # m_i * w
 
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
-        """Compute the next mask ``[m, d]``: per layer, the smallest weights leave and as many enter by gradient."""
+        """Return the next mask ``[m, d]``.
+
+        In each layer, the parameters with the smallest weights leave the mask, and the same number of parameters with
+        the largest gradients enter it.
+        """
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()
         never = torch.finfo(w.dtype).max  # as a score

@@ -1,6 +1,6 @@
 """FedSplit: Peaceman-Rachford splitting with an exact fixed point.
 
-Problem: min over x of sum_i alpha_i f_i(x), f_i convex.
+Problem: min over x of sum_i alpha_i f_i(x), where f_i is convex.
 
 Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for Fast Federated Optimization", NeurIPS
 2020, arXiv:2005.05238, Algorithm 1.
@@ -8,24 +8,24 @@ Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for 
     paper        here    meaning
     x            x       server's model
     z_j^(t+1/2)  w       prox_{s f_j}(2 x - z_j)
-    z_j          z       centred local variable
+    z_j          z       centered local variable
     s            step    step of the prox
 
 Kept by a client: d (z). Sent per round: d down, d up. The server stores every client's last z.
 
-Deviations: the run's local training, started at x, solves the local prox step approximately. In the paper, all clients
-participate. Here, an absent client is represented by its last z.
+Deviations: the local prox step is solved approximately by the run's local training, which starts at x. In the paper,
+all clients participate. Here, an absent client is represented by its last z.
 
-Replayed: clients and server of wenh06/fl-sim (61b57ec9) give the same z_j and x, to 1e-14, once local training starts
-at x. In their code, local training starts at the client's last model.
+Replayed: clients and server of wenh06/fl-sim (61b57ec9) produce the same z_j and x to within 1e-14, once local training
+starts at x. In their code, local training starts at the client's last model.
 
-Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps), like
-FedDR's eta and for the same reasons. With a constant step, local steps of about its size would reduce the local prox to
-one batch.
+Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). This value
+equals FedDR's eta and is chosen for the same reasons. With a constant step, local steps of about this size would reduce
+the local prox to a single batch.
 
-Use it for convex problems whose local problems are solved well, where it converges linearly. It equals FedDR with alpha
-= 2 and no regularizer. Without strong convexity, it may not converge. If most clients are absent, the model moves
-little, and a run warns about this.
+Use it for convex problems whose local problems are solved well. The method then converges linearly. The method equals
+FedDR with alpha = 2 and no regularizer. If the problem is not strongly convex, the method may not converge. If most
+clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from fedloom.local import Ctx, Work, descend
 
 
 class Client(NamedTuple):
-    """z ``[m, d]``."""
+    """Local variable z ``[m, d]``."""
 
     z: Tensor
 
 
 class Up(NamedTuple):
-    """z ``[m, d]``."""
+    """Local variable z ``[m, d]``, which the server stores for every client."""
 
     z: Annotated[Tensor, Kept(primary=True)]
 

@@ -1,34 +1,34 @@
-"""FIAELT: inexact ADMM for composite problems. Local solvers stop by a relative criterion.
+"""FIAELT: inexact ADMM for composite problems. Local solvers stop when a relative criterion holds.
 
-Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g counts 1/n as much as in a mean.
+Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g counts 1/n as much as beside a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
 
     paper         here          meaning
     y, x_i        y, x          server's model, local model
-    z_i           z             dual of x_i = y. Its fixed point is -grad f_i(y)
-    beta, tau     beta, tau     penalty, dual step
+    z_i           z             dual of x_i = y, with the fixed point -grad f_i(y)
+    beta, tau     beta, tau     penalty, dual step size
     r_i           r             tolerance of criterion (9)
     m_i, eta_i    inner, lr     SVRG's inner steps and step size
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: (9) contains the minimizer, which is unknown. The check in `fedloom.local.inexact` implies (9). If the
-criterion is checked and L is not given, the first round only measures the cohort's L. A later round also only measures
-L if beta follows from L and most clients of a cohort use all their iterations. With beta <= L, all iterations are
-taken, and the run warns about this. Local SGD repeats its steps until (9) holds. The server receives each client's L.
+Deviations: criterion (9) contains the unknown minimizer. The condition that `fedloom.local.inexact` checks implies (9).
+If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta follows from
+L and most clients of a cohort use all their iterations, a later round measures L again. With beta <= L, all iterations
+are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives each client's L.
 
-Variant: the solver "released" follows the public code: SVRG on f_i alone from the server's model, with a snapshot that
-is never refreshed. The dual, the penalty, the prox and criterion (9) do not affect the models: the server's model is
-the mean of the x_i.
+Variant: solver "released" follows the public code, which runs SVRG on f_i alone from the server's model, with a
+snapshot that is never refreshed. The dual, the penalty, the prox and (9) then do not affect the models: the server's
+model is the mean of the x_i.
 
-Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times a round's mean number of steps. This value
-balances penalty and data. (9) then uses L = beta/5. There is no regularizer, and a run warns about this.
+Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times the mean number of steps in a round. This
+balances the penalty and the data. Criterion (9) then uses L = beta/5. Without a regularizer, a warning is issued.
 
 Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 starts faster.
+Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth, before (its first), iterations, met (means) ``[1]``."""
+    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth (L), before (first beta), mean iterations, met ``[1]``."""
 
     y: Tensor
     xbar: Tensor
@@ -60,7 +60,7 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """y ``[d]``, beta, smooth ``[1]``."""
+    """Model y ``[d]``, penalty beta ``[1]``, and L ``[1]`` as smooth."""
 
     y: Annotated[Tensor, Sent(prox="regulariser")]
     beta: Tensor
@@ -68,7 +68,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """x, z ``[m, d]``, moved ``[m, 1]``: the term of H_t for the last change of x and z."""
+    """Local model x and dual z, both ``[m, d]``, and moved ``[m, 1]``, the term of H_t for their last change."""
 
     x: Tensor
     z: Tensor
@@ -76,7 +76,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dx, dz ``[m, d]``, iterations, met (1: (9) was checked and holds), smooth (0 unless measured) ``[m, 1]``."""
+    """dx, dz ``[m, d]``; iterations, met (1: (9) was checked and holds), smooth (L, 0 unless measured) ``[m, 1]``."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]

@@ -1,14 +1,14 @@
 """FLAME: personalized federated learning by ADMM on the Moreau envelope, with personal, global and hybrid models.
 
-Problem: min sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w_i||^2) + g(w) subject to w_i = w. G = 0 in the paper.
+Problem: min sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w_i||^2) + g(w) subject to w_i = w. In the paper, g = 0.
 
 Reference: S. Zhu, J. Zeng, S. Wang, Y. Sun, X. Li, Y. Yao, Z. Peng, "On ADMM in Heterogeneous Federated Learning:
-Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME). It is unrelated to the
-backdoor defense FLAME of Nguyen et al. (USENIX Security 2022).
+Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME). The method is unrelated
+to the backdoor defense FLAME of Nguyen et al. (USENIX Security 2022).
 
     paper      here          meaning
     theta_i    theta         personal model
-    w_i, w     w, x          local copy of the global model, global model
+    w_i, w     w, x          local copy of the global model, and the global model
     pi_i       pi            dual of w_i = w
     u_i        u             message w_i + pi_i / rho
     lambda     lam           Moreau weight
@@ -20,38 +20,39 @@ backdoor defense FLAME of Nguyen et al. (USENIX Security 2022).
 
 Kept by a client: 3d + 1 (theta, w, pi, eps). Sent per round: d down, d up. The server stores every client's last u.
 
-Deviations: the theta step starts at the client's theta and is pulled to the client's w_i^t, as in Eq. 11. The public
-code pulls to the received w (``centre = "received"``) and updates w_i and pi_i after every epoch (``dual = "epoch"``),
-so the next epoch is pulled to the new w_i. With ``eps0``, the theta step is gradient descent until the client's
-tolerance is reached (Eqs. 17, 18), with at most ``most`` steps. The run's epochs and batch size then have no effect.
-Replayed: the clients of zsk66/FLAME (215a04b2) give the same models and duals, to 1e-15, with these two options. The
-clients of its predecessor zsk66/FLAME-master (5a7bf7c5) give the same results with the received w alone, and follow Eq.
-11 once they are pulled to w_i^t.
+Deviations: the theta step starts at the client's theta, and theta is pulled to the client's w_i^t, as in Eq. 11. In the
+public code, theta is pulled to the received w (``centre = "received"``), and w_i and pi_i are updated after every epoch
+(``dual = "epoch"``), so the next epoch is pulled to the new w_i. With ``eps0``, the theta step is gradient descent
+until the client's tolerance is reached (Eqs. 17, 18), but for at most ``most`` steps. The run's epochs and batch size
+then have no effect. Replayed: with these two options, the clients of zsk66/FLAME (215a04b2) produce the same models and
+duals to within 1e-15. The clients of its predecessor zsk66/FLAME-master (5a7bf7c5) produce the same results with the
+received w alone, and they follow Eq. 11 once theta is pulled to w_i^t.
 
-Defaults: lam = 4/(reach rounds), where reach is the distance covered in a round (lr times the mean number of steps). On
-a constant gradient, a personal model then moves as far from the global model as local training does in a quarter of the
-run, so a client with sufficient data has time to learn from them. With lam = 1/(reach rounds), the models would be held
-together only by the end. rho is lam/n, the mean of lam alpha_i: w is then the mean of the theta_i in every round if
-shares are equal. Theorem 1 also requires (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2. A small rho violates
-this condition, and so do the paper's own values.
+Defaults: lam = 4/(reach rounds), where reach is the distance covered in a round (lr times the mean number of steps). If
+the gradient is constant, a personal model then moves as far from the global model as local training does in a quarter
+of the run. A client with enough data therefore has time to learn from its data. With lam = 1/(reach rounds), the models
+would be tied together only towards the end. rho is lam/n, the mean of lam alpha_i. If shares are equal, w is then the
+mean of the theta_i in every round. Theorem 1 also requires (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2. A
+small rho violates this condition, and so do the paper's own values.
 
-Diagnostics (``residuals``): the augmented Lagrangian, which decreases in every round if lam and rho satisfy Lemma 1.
-The primal residual is the distance of all w_i from w. The dual residual is the distance of all -alpha_i grad
-f_i(theta_i) from pi_i.
+Diagnostics (``residuals``): the augmented Lagrangian is recorded, which decreases in every round if lam and rho satisfy
+Lemma 1. The primal residual is the distance between all w_i and w. The dual residual is the distance between all
+-alpha_i grad f_i(theta_i) and pi_i.
 
-An extension of the paper: ``regulariser`` is g, and Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i), for a sparse or
-low-rank global model with personal models. At a fixed point, w_i = w, pi_i = lambda alpha_i (theta_i - w), and the sum
-of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step by FIAELT's criterion (9): gradient descent runs
-until the distance of theta to the minimizer has shrunk by the factor sqrt(r). This needs lambda > L, the smoothness of
-f_i. Then the envelope F_i of f_i is l-smooth, l = alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme
-(tau = 1, beta = rho) for min sum_i F_i + g with x_i = w_i. Its theorems require (9) for w_i: if theta is exact, Eq. 12
-satisfies it with the tolerance r for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
+An extension of the paper: ``regulariser`` is g, and Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i). The result is a
+sparse or low-rank global model together with personal models. At a fixed point, w_i = w, pi_i = lambda alpha_i (theta_i
+- w), and the sum of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step when FIAELT's criterion (9)
+holds: gradient descent runs until the distance between theta and the minimizer has shrunk by the factor sqrt(r). This
+criterion requires lambda > L, where L is the smoothness of f_i. Then the envelope F_i of f_i is l-smooth with l =
+alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for min sum_i F_i + g with x_i
+= w_i. The theorems about this scheme require (9) for w_i. If theta is exact, Eq. 12 satisfies (9) with the tolerance r
+for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
 
-Use it for personal models of clients with skewed labels, together with a global model. For each client, the hybrid
-model is the model that is better on the client's validation part, the personal or the global one. If most clients are
-absent, the global model moves little, and a run warns about this. A personal model is then hardly better than a local
-model. None of the tried values of lam and rho helps: a client's first message is x + 2c/(c + 1) (theta - x), with c =
-lam alpha_i/rho, so it counts less than twice. n messages are averaged, and clients that have never participated still
+Use it to train personal models of clients with skewed labels together with a global model. A client's hybrid model is
+its personal or the global model, whichever is better on its validation part. If most clients are absent, the global
+model moves little, and a warning is issued. A personal model is then hardly better than a local model. None of the
+tried values of lam and rho helps. A client's first message is x + 2c/(c + 1) (theta - x), with c = lam alpha_i/rho, so
+it contributes less than twice its change. n messages are averaged, and clients that have never participated still
 contribute x0.
 """
 
@@ -72,7 +73,7 @@ from fedloom.local.dual import Residuals, epochs_with_dual, residuals_of
 
 
 class Client(NamedTuple):
-    """theta, w, pi ``[m, d]``, eps ``[m, 1]`` (0 without ``eps0``)."""
+    """Personal model theta, local copy w and dual pi ``[m, d]``, and tolerance eps ``[m, 1]`` (0 without ``eps0``)."""
 
     theta: Tensor
     w: Tensor
@@ -81,7 +82,7 @@ class Client(NamedTuple):
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``."""
 
     x: Annotated[Tensor, Sent(prox="regulariser")]
 

@@ -1,7 +1,7 @@
-"""GIFAIR-FL: a penalty on differences between the groups' losses, applied as a factor on every client's step.
+"""GIFAIR-FL: a penalty on loss differences between groups, applied as a factor on every client's steps.
 
 Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, where L_a is the mean of f_k over the clients
-of group a.
+in group a.
 
 Reference: X. Yue, M. Nouiehed, R. Al Kontar, "GIFAIR-FL: A Framework for Group and Individual Fairness in Federated
 Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorithm 1 (GIFAIR-FL-Global).
@@ -9,22 +9,22 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
     paper     here      meaning
     theta     x, w      server's and client's model
     lambda    lam       weight of the penalty
-    A_{s_k}   groups    the group of client k. d groups
-    r_k       r         groups with a smaller loss, minus groups with a larger one
+    A_{s_k}   groups    group of client k, one of d groups
+    r_k       r         number of groups with a smaller loss minus number of groups with a larger loss
 
 Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives the losses of
 individual clients and stores each client's last loss.
 
 Deviations: losses are computed for the received model on the client's training part, so the order of the groups is one
-round old. The order omits groups without a client that has participated. The public code starts with a random order.
-p_k is the client's share of the objective.
+round old. Groups in which no client has participated are left out of the order. The public code starts with a random
+order. p_k is the client's share in the objective.
 
-Replayed: the clients and training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) give the same models, to 1e-15, with
-its lambda, once its losses are computed for the received model, the first order is empty, and its mean is by samples
-(their code draws clients by p_k, and r_k follows the mean loss of the batches).
+Replayed: the clients and the training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) produce the same models to within
+1e-15, with the lambda used there, once that code computes losses for the received model, begins without an order and
+weights its mean by samples (it draws clients by p_k, and r_k follows the mean loss of the batches).
 
-Use it to equalize losses over known groups, or over clients. It needs lam < min_k p_k |A_{s_k}| / (d - 1), so that no
-client increases its loss.
+Use it to equalize losses over known groups, or over individual clients. lam must be below min_k p_k |A_{s_k}| / (d -
+1), so that no client increases its own loss.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``. For every client, its last loss ``[n]`` and 1 if this loss exists, else 0 ``[n]``."""
+    """Model x ``[d]``, and the last loss ``[n]`` of every client.
+
+    seen ``[n]`` is 1 for clients that have reported a loss, else 0.
+    """
 
     x: Tensor
     loss: Tensor
@@ -50,14 +53,14 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """x ``[d]``, scale ``[m, 1]``."""
+    """Model x ``[d]``, and scale ``[m, 1]``, the factor on each client's steps."""
 
     x: Tensor
     scale: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, loss ``[m, 1]``."""
+    """Change dw ``[m, d]`` of the model, and the loss ``[m, 1]`` of the received model."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     loss: Annotated[Tensor, Rows()]
@@ -115,7 +118,7 @@ class GIFAIR(Algorithm):
         return torch.arange(ctx.n) if self.level == "individual" or ctx.groups is None else ctx.groups.cpu()
 
     def _mass(self, ctx: Ctx) -> Tensor:
-        """p_k |A_{s_k}|, ``[n]``."""
+        """Return p_k |A_{s_k}| for every client, ``[n]``."""
         groups = self._groups(ctx)
         return ctx.weight[:, 0] * torch.bincount(groups)[groups]
 

@@ -1,35 +1,35 @@
-"""GPFL: a shared body learns class embeddings along one route and each client's own task along another route.
+"""GPFL: a shared body that learns class embeddings along one route and each client's own task along another.
 
-Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, v a part of x. a_i
-is the cross-entropy of the cosines of the features on the generic route with the embeddings of the classes, b_i the
-mean distance of these features to the received embedding of their class.
+Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, where v is a part
+of x, a_i is the cross-entropy of the cosines between the features on the generic route and the embeddings of the
+classes, and b_i is the mean distance between these features and the received embedding of their class.
 
 Reference: J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, J. Cao, H. Guan, "GPFL: Simultaneously Learning Global and
 Personalized Feature Information for Personalized Federated Learning", ICCV 2023, arXiv:2308.10279v3 (public code:
 TsingZ0/GPFL).
 
     paper     here       meaning
-    phi       x          body, valve (CoV) and embeddings (GCE), on the server. V are the last two
+    phi       x          body, valve (CoV) and embeddings (GCE), on the server
     psi_i     head       head of client i
-    g, p_i    condition  mean of the embeddings over classes. Over the client's samples
+    g, p_i    condition  means of the embeddings over classes (g) and over the client's samples (p_i)
     lambda    lam        weight of the distance to the embedding (magnitude-level guidance)
-    mu        mu         weight decay of valve and embeddings
+    mu        mu         weight decay of v, which is the valve and the embeddings
 
 Kept by a client: the head's parameters. Sent per round: all other parameters except the 2 k of the conditions, down and
 up, for k features.
 
-Deviations: the conditions are computed from the received embeddings. In the public code, they are computed from the
-client's own embeddings after its last training, and are 0 before it. There, the norm is taken over a batch: about the
-square root of the batch size times the mean of norms.
+Deviations: the conditions are computed from the received embeddings. In the public code, the conditions are computed
+from the client's own embeddings after its last training, and they are 0 before this training. The norm is also taken
+over a batch in that code, which gives about the square root of the batch size times the mean of the norms.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and conditions, to 1e-15, once the
-conditions come from the received embeddings, from the first round on, and the norm is the mean over a batch.
+Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and conditions to within 1e-15, once
+the conditions are computed from the received embeddings from the first round on, and the norm is the mean over a batch.
 
-Defaults: lam and mu are the public code's values for small networks, 0.01 and 0.1.
+Defaults: lam = 0.01 and mu = 0.1, which are the public code's values for small networks.
 
-Use it if labels are skewed. Set ``guided`` in [model]. On a model without valve and embeddings, it equals FedPer, and a
-run warns about this. It also equals FedPer if ``angle``, lam and mu are 0 and the model's valve does not change. It
-needs classes.
+Use it if labels are skewed. Set ``guided`` in [model] to use it. With a model that has no valve and embeddings, the
+method equals FedPer, and a warning is issued. The method also equals FedPer if ``angle``, lam and mu are 0 and the
+valve of the model does not change. It needs classes.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the shared parameters are sent."""
 
     x: Annotated[Tensor, Sent(part="shared")]
 
 
 class Client(NamedTuple):
-    """head ``[m, h]``: its h parameters."""
+    """The h parameters ``[m, h]`` of the client's head."""
 
     head: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads and conditions."""
+    """Change dw ``[m, d]`` of the shared parameters, which is 0 in the head and in the conditions."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="shared")]
 
@@ -110,7 +110,7 @@ class GPFL(Algorithm):
         return models
 
     def _guidance(self, down: Down, work: Work) -> Term:
-        """Compute the terms on the generic route, and half of mu times the squared norm of valve and embeddings."""
+        """Return the loss terms on the generic route, plus mu/2 times the squared norm of valve and embeddings."""
         received = work.layout.tree(down.x)[EMBEDDING]
 
         def guidance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, embedding: Tensor) -> Tensor:

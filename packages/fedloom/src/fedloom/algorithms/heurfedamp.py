@@ -1,33 +1,34 @@
 """HeurFedAMP: clients whose models have similar directions attract each other. FedAMP for networks.
 
-Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, where u_i is a mixture of models
-with similar angles.
+Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, where u_i is a mixture of models at
+small angles to w_i.
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
-Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have published no code.
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have not published any code.
 
     paper      here         meaning
-    w_i        w            personal model, last upload of every client
+    w_i        w            personal model, the last upload of every client
     u_i        u            mixture sent to client i
-    xi_ij      xi           weight of client j in u_i, by the angle between w_i and w_j
-    xi_ii      self_weight  own weight
-    alpha_k    alpha        step size of the method. Only lam/alpha_k matters
+    xi_ij      xi           weight of client j in u_i, from the angle between w_i and w_j
+    xi_ii      self_weight  weight of client i in its own mixture
+    alpha_k    alpha        step size of the method, which has an effect only through lam/alpha_k
     lambda     lam          pull of w_i to u_i, lam/alpha_k
     sigma      sigma        sharpness of exp(sigma cos)
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: mixtures are computed over the cohort. In the paper, all clients participate. ``among`` and ``start`` work
-as in FedAMP.
+Deviations: mixtures are computed over the cohort only. In the paper, all clients participate. The options ``among`` and
+``start`` work as in FedAMP.
 
-Replayed: clients and server of WwZzz/easyFL (ea07f1d0) give the same models and mixtures, to 1e-15, with ``start =
-"server"``, once gradients are set to zero between its steps. In their code, gradients accumulate between steps.
+Replayed: clients and server of WwZzz/easyFL (ea07f1d0) produce the same models and mixtures to within 1e-15, with
+``start = "server"``, once gradients are set to zero between steps. In their code, gradients accumulate between steps.
 
-Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP: with a constant pull, large steps would leave a client one step
-from u_i.
+Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP. With a constant pull and large steps, a client would never be more
+than one step away from u_i.
 
-Use it for networks, between which distances are not meaningful. FedAMP's mixture is a gradient step on a stated
-problem. HeurFedAMP's mixture is not. The server receives individual models, so it does not support secure aggregation.
+Use it for networks, for which distances between models are not meaningful. FedAMP's mixture is a gradient step on a
+stated problem, but HeurFedAMP's mixture is not. The server receives individual models, so the method does not support
+secure aggregation.
 """
 
 from __future__ import annotations

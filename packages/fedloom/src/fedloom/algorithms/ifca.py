@@ -12,24 +12,24 @@ NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
     tau        local       local steps
 
 Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of individual clients, so
-it supports neither secure aggregation nor robust rules.
+the method supports neither secure aggregation nor robust rules.
 
-Deviations: a client is weighted by its share alpha_i within its cluster. A model that no client of the cohort chooses
-stays unchanged. The first model is the run's initial model. The other models permute its entries within every tensor,
-which gives an equally likely initial model. The paper draws all models, and in its smaller problems uses the best of
-several draws.
+Deviations: a client is weighted by its share alpha_i relative to the other members of its cluster. If no client of the
+cohort chooses a model, this model stays unchanged. The model of the first cluster starts as the run's initial model.
+The other models start as permutations of its entries within every tensor, which are equally likely initial models. In
+the paper, all models are drawn at random, and in the smaller problems the best of several draws is used.
 
 Defaults: two clusters, because the right number depends on the federation.
 
-Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with a different network, give
-the same models and choices, to 1e-15. The MNIST training was replayed with equal shares, and the FEMNIST server with
-cohorts and shares by samples.
+Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61e44b89), with a different network,
+produce the same models and choices to within 1e-15. The MNIST training was replayed with equal shares. The FEMNIST
+server was replayed with cohorts, and with shares proportional to samples.
 
-Attackers: a forged model counts only in the mean of one cluster. If k of n clients chose this cluster, the forged model
-moves the cluster's model n/k times as far as FedAvg's.
+Attackers: a forged model affects the mean of one cluster only. If k of n clients chose this cluster, the forged model
+moves the cluster's model n/k times as far as it would move FedAvg's.
 
-Use it if clients form groups that need separate models. If they do not, each model learns from only a part of the
-clients, and therefore more slowly. With one cluster, it equals FedAvg.
+Use it if clients form groups that need separate models. If clients do not form groups, each model learns from only some
+of the clients, and therefore learns more slowly. With one cluster, the method equals FedAvg.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """x ``[d]``, more ``[(k - 1) d]``: the first model, and the concatenated other models."""
+    """Model x ``[d]`` of the first cluster, and the concatenated models of the other clusters ``[(k - 1) d]``."""
 
     x: Tensor
     more: Tensor
 
 
 class Up(NamedTuple):
-    """w ``[m, d]``, choice ``[m, 1]``."""
+    """Trained model w ``[m, d]``, and the number of the chosen cluster ``[m, 1]``."""
 
     w: Annotated[Tensor, Rows(primary=True)]
     choice: Annotated[Tensor, Rows(label=True)]
@@ -87,11 +87,14 @@ class IFCA(Algorithm):
         return {"choice": (0.0, self.clusters - 1.0)}
 
     def _models(self, server: Server) -> Tensor:
-        """``[k, d]``."""
+        """Return the models of all clusters, ``[k, d]``."""
         return torch.cat([server.x, server.more]).view(self.clusters, -1)
 
     def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:
-        """Choose every client's cluster. Return the cluster's model ``[m, d]`` and its number ``[m, 1]``."""
+        """Choose the cluster of each client.
+
+        Return the cluster's model ``[m, d]`` and the cluster's number ``[m, 1]``.
+        """
         models = self._models(down)
         if self.clusters == 1:
             return models.expand(work.m, -1), torch.zeros(work.m, 1, dtype=torch.long, device=models.device)

@@ -1,6 +1,6 @@
-"""kNN-Per: FedAvg's model combined with the nearest of a client's own samples, in the model's representation space.
+"""kNN-Per: the global model of FedAvg, combined with a client's own samples that are nearest in representation space.
 
-Problem: min over x of sum_i alpha_i f_i(x). Client i predicts lambda_i kNN_i + (1 - lambda_i) x, as probabilities.
+Problem: min over x of sum_i alpha_i f_i(x). Client i predicts the probabilities lambda_i kNN_i + (1 - lambda_i) x.
 
 Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Learning through Local Memorization", ICML
 2022, arXiv:2111.09360v3, Algorithm 1 (public code: omarfoq/knn-per).
@@ -8,27 +8,28 @@ Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Le
     paper       here        meaning
     h_S         x           server's model
     phi_hS      features    representation, the head's input
-    k           neighbours  samples that a prediction is made of
-    lambda_m    weight      the kNN's part in a prediction
+    k           neighbours  number of samples from which a prediction is made
+    lambda_m    weight      weight of the kNN in a prediction
     N_m         memory      the client's samples as (representation, label)
 
 Kept by a client: nothing. The memory can be computed from x and the client's samples. Sent per round: the network's
-parameters, down and up. The memory never leaves a client.
+parameters, down and up. The memory never leaves its client.
 
 Deviations: a neighbor at distance r has the weight exp(-r^2 / (scale times the number of features)), as in the public
-code. In the paper, the weight is exp(-r). The paper chooses lambda_m on a validation set. Here, it is chosen on a share
-of the training samples that local training leaves out: the value of 0, 0.1, ..., 1 with the best accuracy, and among
-ties the lowest loss. The memory then contains all samples. If its capacity is smaller, it contains a random subset of
-them. If the weight is chosen on fewer than 30 samples, it may make a client's model worse than the server's model, and
-a run warns about this.
+code. In the paper, the weight is exp(-r). In the paper, lambda_m is chosen on a validation set. Here, it is chosen on a
+share of the training samples that are left out of local training. The value among 0, 0.1, ..., 1 with the best accuracy
+is used, and among ties the one with the lowest loss. Afterwards, the memory contains all samples, or a random subset of
+them if its capacity is smaller. If the weight is chosen on fewer than 30 samples, it may make a client's model worse
+than the server's model, and a warning is issued.
 
-Replayed: clients and server of omarfoq/knn-per (ee175202) give the same x and predictions, to 1e-12, and to 1e-6 with
-faiss in float32. By its accuracies, the lambda chosen here is also the best. Its script uses the accuracies on the test
-part.
+Replayed: clients and server of omarfoq/knn-per (ee175202) produce the same x and the same predictions to within 1e-12,
+or to within 1e-6 with faiss in float32. By the accuracies that their code computes, the lambda chosen here is the best
+as well. Their script uses accuracies on the test part.
 
-Use it if clients observe the same inputs, but label or use them differently. Set ``memory`` in [model]. A file of
-personal models contains representations of training samples, so keep this file at the client. With weight 0, or on a
-model without a memory (a run warns about this), it is FedAvg. With weight 1, it is the kNN alone. It needs classes.
+Use it if clients observe the same inputs but label or use them differently. Set ``memory`` in [model] to use it. A file
+of personal models contains representations of training samples, so it should not leave the client. With weight 0, or
+with a model that has no memory, the method equals FedAvg. In the second case, a warning is issued. With weight 1,
+predictions come from the kNN alone. It needs classes.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
 
 
 class Down(NamedTuple):
-    """x ``[d]``, with an empty memory."""
+    """The server's model x ``[d]``. The model's memory is empty and is not sent."""
 
     x: Annotated[Tensor, Sent(part="network")]
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in memories."""
+    """Change dw ``[m, d]`` of the model, which is 0 in the memory."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="network")]
 
@@ -115,7 +116,7 @@ class KNNPer(Algorithm):
         return models
 
     def _chosen(self, z: Tensor, labels: Tensor, p: Tensor, held: Tensor) -> float:
-        """Choose the kNN weight that best predicts ``held`` samples from a client's other samples, else 0."""
+        """Return the kNN weight that best predicts ``held`` samples from a client's other samples, or 0 without any."""
         rest, truth = torch.ones(len(z), dtype=torch.bool, device=z.device).index_fill_(0, held, False), labels[held]
         if not bool(rest.any()):
             return 0.0
@@ -128,11 +129,11 @@ class KNNPer(Algorithm):
 
 
 def outputs_of(layout: Layout, x: Tensor, z: Tensor) -> Tensor:
-    """Compute the outputs ``[b, c]`` of the last layer of a model ``[d]`` on representations ``[b, k]``."""
+    """Return the outputs ``[b, c]`` of a model's last layer for representations ``[b, k]``, given the model ``[d]``."""
     name, tree = list(layout.matrix_shapes)[-1], layout.tree(x)
     return z @ tree[name].T + tree.get(f"{name.rpartition('.')[0]}.bias", 0)
 
 
 def memory_of(layout: Layout) -> Tensor:
-    """Return a bool mask ``[d]`` that marks the memory of a model (`fedloom.models.WithMemory`)."""
+    """Return a bool mask ``[d]`` that marks the memory in a model (`fedloom.models.WithMemory`)."""
     return layout.mask(KEYS, LABELS, RULE) if KEYS in layout.names else torch.zeros(layout.d, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""LG-FedAvg: every client learns its own body, and all clients share the head.
+"""LG-FedAvg: every client learns its own body, and all clients share one head.
 
 Problem: min over h, phi_1..phi_n of sum_i alpha_i f_i(h, phi_i).
 
@@ -13,12 +13,13 @@ code: pliang279/LG-FedAvg).
 Kept by a client: the body's parameters. Sent per round: the head's parameters, down and up.
 
 Deviations: training starts from the run's initial model. The public code starts from a model that was trained with
-FedAvg. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models use the new head.
+FedAvg. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models contain the newest
+head.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
 
 Use it if inputs differ between clients (sensors, scanners) and communication is expensive. If the whole model is the
-head, the method equals FedAvg, and a run warns about this.
+head, the method equals FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """x ``[d]``."""
+    """The server's model x ``[d]``. Only the model's head is sent."""
 
     x: Annotated[Tensor, Sent(part="head")]
 
 
 class Client(NamedTuple):
-    """body ``[m, k]``: its k parameters."""
+    """The k parameters ``[m, k]`` of the client's body."""
 
     body: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in the body."""
+    """Change dw ``[m, d]`` of the head, which is 0 in the body."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="head")]
 

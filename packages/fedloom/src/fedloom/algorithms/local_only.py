@@ -9,10 +9,11 @@ Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalize
 
 Kept by a client: d (its model). Sent: nothing.
 
-Deviations: none. A client trains only in the rounds for which it is sampled, so its work equals the work of other
+Deviations: none. A client trains only in the rounds for which it is sampled, so the work is the same as with other
 methods.
 
-Use it to see whether federation helps at all. With enough data per client and strong label skew, it is hard to beat.
+Use it to find out whether federation helps at all. With enough data per client and strong label skew, this baseline is
+hard to beat.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Client(NamedTuple):
-    """v ``[m, d]``."""
+    """The client's own model v ``[m, d]``."""
 
     v: Tensor
 

@@ -4,23 +4,23 @@ Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*
 ||p_i||_1.
 
 Reference: T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao, "Fusion of Global and Local Knowledge for Personalized Federated
-Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the paper compares FedSLR with it.
+Learning", TMLR 2023, Appendix A.2, Eqs. 18-19, where the paper compares FedSLR with this method.
 
     paper      here       meaning
     w_t        x          global knowledge representation (GKR)
     w_{i,t}    w          local model, of low rank
     p_i        p          personal component of phase II
-    eta        lr         local step size. The prox of a step has the threshold eta lam
+    eta        lr         local step size (the prox of a step has the threshold eta lam)
     lambda     lam        weight of the GKR's penalty
     mu         mu         weight of the personal penalty
 
 Kept by a client: d (p). Sent per round: d down, because a mean of low-rank models does not have low rank. Clients send
 the model itself, as factors U, V if they are shorter.
 
-Deviations: the paper assumes dense uploads and mentions factors as a possibility. p starts at zero.
+Deviations: the paper assumes dense uploads and mentions factors only as a possibility. p starts at zero.
 
-Use it to measure what FedSLR gains, or if uploads are expensive. Its limit is biased: unless all clients agree, it
-neither solves the problem nor has low rank. Every step computes the singular values of every matrix.
+Use it as a baseline for FedSLR, or if uploads are expensive. The limit of the method is biased. Unless all clients
+agree, the limit neither solves the problem nor has low rank. Every step computes the singular values of every matrix.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fedloom.rows.proxes import Prox
 
 
 class Client(NamedTuple):
-    """p ``[m, d]``."""
+    """Personal component p ``[m, d]``."""
 
     p: Tensor
 
 
 class Up(NamedTuple):
-    """w ``[m, d]``."""
+    """Trained model w ``[m, d]``, of low rank."""
 
     w: Annotated[Tensor, Mean(primary=True), Sent(prox="global")]
 

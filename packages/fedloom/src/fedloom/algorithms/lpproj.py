@@ -1,36 +1,37 @@
-"""Lp-Proj: a p-norm ties personal models together in a random subspace with few dimensions.
+"""Lp-Proj: a p-norm ties personal models together in a random subspace of few dimensions.
 
-Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P theta_i||_p^p.
+Problem: min over w of sum_i alpha_i F_i(w), where F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P
+theta_i||_p^p.
 
 Reference: S. Lin, Y. Han, X. Li, Z. Zhang, "Personalized Federated Learning towards Communication Efficiency,
 Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
 
     paper      here             meaning
-    w          w                global point of the subspace, on the server
-    w_i        w                local copy of it
+    w          w                global point in the subspace, on the server
+    w_i        w                local copy of w
     theta_i    theta            personal model
-    P          projection       random matrix, rows of length 1, the same for all
-    d_sub      dim              dimensions of the subspace. None: P is the identity
-    eta        eta              step of w_i
-    beta       beta             server step
+    P          projection       random matrix with rows of length 1, the same for all clients
+    d_sub      dim              dimensions of the subspace (with None, P is the identity)
+    eta        eta              step size of w_i
+    beta       beta             server step size
 
 Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
-Deviations: w starts at zero, as in the public code. For 1 < p, the public code's step of w_i uses the norm instead of
-its p-th power divided by p, unless p = 2. Here, the step uses the problem's term (which is the same for p = 1). A local
-round takes the run's local steps of theta (20 in the public code), followed by one step of w_i. Only sampled clients
-train. In the public code, all clients train.
+Deviations: w starts at zero, as in the public code. For p > 1, the step of w_i in the public code uses the norm instead
+of the p-th power of the norm divided by p, unless p = 2. Here, the step uses the term of the stated problem. For p = 1,
+both are the same. A local round consists of the run's local steps of theta (20 in the public code), followed by one
+step of w_i. Only sampled clients train. In the public code, all clients train.
 
-Replayed: clients and server of desternylin/perfed (33c68d77) give the same theta and w, to 1e-15: for p = 1
-(``lp_proj``), for p = 2 (``proj``), and for others once the norm is left out of the step of w_i. In ``lp_proj``, weight
-decay has no effect. w starts at the model if P is the identity.
+Replayed: clients and server of desternylin/perfed (33c68d77) produce the same theta and w to within 1e-15, for p = 1
+(``lp_proj``), for p = 2 (``proj``), and for other p once the norm is left out of the step of w_i. In ``lp_proj``,
+weight decay has no effect. If P is the identity, w starts at the model.
 
 Defaults: lam = 1/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
-steps), so that the signs of p = 1, summed over a run, stay of order one. eta = reach, and one local round
-with the run's local steps.
+steps). For p = 1, the signs that are summed over a run then stay of order one. eta = reach, and there is one local
+round with the run's local steps.
 
-Use it against attackers (p = 1 bounds the effect of a single client on w), or if uploads must be tiny. There is no
-global model.
+Use it against attackers (p = 1 bounds the effect of a single client on w), or if uploads must be tiny. The method has
+no global model.
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]`` and key ``[2]``, both of which are sent."""
+    """Global point w ``[dim]`` of the subspace, and the key ``[2]`` of the projection. Both are sent to clients."""
 
     w: Tensor
     key: Tensor
 
 
 class Client(NamedTuple):
-    """theta ``[m, d]``."""
+    """Personal model theta ``[m, d]``."""
 
     theta: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, dim]``."""
+    """Change dw ``[m, dim]`` of the received point in the subspace."""
 
     dw: Annotated[Tensor, Mean(base="down.w", primary=True)]
 

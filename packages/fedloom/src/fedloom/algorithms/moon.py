@@ -1,13 +1,13 @@
-"""MOON: local training keeps representations close to the received model's, and away from the client's last model's.
+"""MOON: local training keeps representations close to the received model's and away from the client's last model's.
 
-Problem: min over x of sum_i alpha_i f_i(x), where local steps are taken on f_i(w) + mu l_con(w).
+Problem: min over x of sum_i alpha_i f_i(x). Local steps are taken on f_i(w) + mu l_con(w).
 
 Reference: Q. Li, B. He, D. Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv:2103.16257v1, Algorithm 1 and
 Eq. 3 (public code: QinbinLi/MOON).
 
     paper       here     meaning
     w_t         x        server's model
-    w_i^(t-1)   last     client's model after its last training. The initial model before it
+    w_i^(t-1)   last     client's model after its last training (at first, the initial model)
     z, z_glob,  features, anchors    representations of a sample by the local, the received and the last model
     z_prev
     tau         tau      temperature
@@ -16,18 +16,18 @@ Eq. 3 (public code: QinbinLi/MOON).
 Kept by a client: d (last). Sent per round: d down, d up.
 
 Deviations: the representation is the input of the model's head. The paper adds a two-layer projection head to every
-network. Here, a projection head can be part of the model. Representations by the received model and the last model are
-computed without dropout. Absent clients keep the model of their last round, as in the public code with a pool of one
-model.
+network. Here, the user may include a projection head in the model. The representations of the received model and of the
+last model are computed without dropout. Absent clients keep the model from their last round, as in the public code with
+a pool of one model.
 
 Replayed: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models, to 1e-15.
 
-Defaults: mu = 0.5, between the paper's two smallest values: the term keeps representations close to the received
-model's. If mu is 1 or more, a network barely moves from its starting point in a few rounds of small steps.
+Defaults: mu = 0.5, which is between the paper's two smallest values. With mu of 1 or more, the term ties
+representations to those of the received model so strongly that a network barely moves in a few rounds of small steps.
 
-Use it if labels are skewed and networks are deep enough to have representations. Each sample costs two additional
-forward passes. With mu = 0, the method equals FedAvg. It also equals FedAvg if the whole model is the head, and a run
-warns about this.
+Use it if labels are skewed and networks are deep enough to have representations. Each sample needs two additional
+forward passes. With mu = 0, the method equals FedAvg. If the whole model is the head, the method also equals FedAvg,
+and a warning is issued.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
-    """last ``[m, d]``."""
+    """Client's model ``[m, d]`` after its last training."""
 
     last: Tensor
 

@@ -1,25 +1,24 @@
-"""pFedFDA: clients share the distribution of features by class.
-
-A client's head follows from its own mixture of distributions.
+"""pFedFDA: clients share class distributions of features, and compute heads from these and their own estimates.
 
 Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
 Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024.
 
     paper          here          meaning
-    mu, Sigma      means, cov    means of classes, and their covariance: g on the server, i of a client's features
-    pi_i, beta_i   prior, beta   shares of a client's classes. Weight of its own estimate beside the server's
+    mu, Sigma      means, cov    class means and covariance of features: on the server (g) or of client i (i)
+    pi_i, beta_i   prior, beta   shares of a client's classes, and weight of its own estimate against the server's
 
 Kept by a client: nothing. Sent per round: the body and c k + k^2 numbers down and up (c classes, k features).
 
-Deviations: there is a single beta, the best of 0, 0.1, ..., 1 by the loss in two folds (every other sample of a class).
-Clients use their own means for classes with at least three samples. The server raises eigenvalues below min(ridge,
-1)/2. Replayed: cj-mclaughlin/pFedFDA (73c7c407) gives the same models, to 1e-15, apart from the following differences.
-It finds two betas by L-BFGS, leaves classes with one sample out of its folds, uses the features from its training
-steps, uses own means for classes with fewer samples, and computes covariances with 1e-4 in all entries, shrunk by 1e-4.
+Deviations: there is a single beta, which is chosen from 0, 0.1, ..., 1 by the loss in two folds (every other sample of
+a class). Clients use their own means for classes with at least three samples. The server raises eigenvalues that are
+below min(ridge, 1)/2 to this value. Replayed: cj-mclaughlin/pFedFDA (73c7c407) produces the same models to within
+1e-15, apart from the following differences. That code finds two betas by L-BFGS, leaves classes with one sample out of
+its folds, uses the features from its training steps, uses a client's own means for classes with fewer samples, and
+computes covariances with 1e-4 in all entries, shrunk by 1e-4.
 
-Use it if the same class looks different at different clients. It needs a bias in the last layer, and does not train a
-model whose only layer is the head.
+Use it if the same class looks different at different clients. The last layer must have a bias, and a model whose only
+layer is the head is not trained.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
 
 class Server(NamedTuple):
-    """x ``[d]``, means ``[c k]``, cov ``[k k]``. A download contains only the body of x."""
+    """Model x ``[d]`` (only its body is sent), and class means ``[c k]`` and covariance ``[k k]`` of features."""
 
     x: Annotated[Tensor, Sent(part="body")]
     means: Tensor
@@ -49,7 +48,7 @@ class Server(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, 0 in heads. means ``[m, c k]``, cov ``[m, k k]``."""
+    """Change dw ``[m, d]`` of the body, which is 0 in the head, with means ``[m, c k]`` and covariance ``[m, k k]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
     means: Annotated[Tensor, Mean()]
@@ -57,17 +56,17 @@ class Up(NamedTuple):
 
 
 class Gauss(NamedTuple):
-    """Means ``[..., c, k]`` of the classes, and their common covariance ``[..., k, k]``."""
+    """Distribution of features: class means ``[..., c, k]``, and the common covariance ``[..., k, k]``."""
 
     means: Tensor
     cov: Tensor
 
     def towards(self, other: Gauss, beta: Tensor) -> Gauss:
-        """Return mixtures ``[b, ...]``: this distribution with weight 1 - beta, the other with weight ``beta [b]``."""
+        """Return mixtures ``[b, ...]`` of this distribution (weight 1 - beta) and the other (weight ``beta [b]``)."""
         return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
 
     def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with class prior ``[c]``."""
+        """Return weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant for class priors ``[c]``."""
         weight = solved(self.cov, self.means.mT).mT
         return weight, prior.log() - (self.means * weight).sum(-1) / 2
 
@@ -114,13 +113,13 @@ class PFedFDA(Algorithm):
         return under(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
 
     def _received(self, down: Server, work: Work) -> tuple[Gauss, Tensor]:
-        """Return the server's distribution, and the clients' class shares plus 1e-4, ``[m, c]``."""
+        """Return the server's distribution, and class priors ``[m, c]`` (class shares plus 1e-4, normalized)."""
         (classes, k), prior = shape_of(work.layout), shares(work, down.x.double()) + 1e-4
         shared = Gauss(down.means.double().view(classes, k), down.cov.double().view(k, k))
         return shared, prior / prior.sum(1, keepdim=True)
 
     def _mixtures(self, w: Tensor, shared: Gauss, prior: Tensor, work: Work) -> list[Gauss]:
-        """Mix each client's distribution with the shared one, by cross-validation."""
+        """Return mixtures of the shared and each client's own distribution, with weights chosen by cross-validation."""
         mixtures = []
         for (z, y), pi in zip(work.features(w), prior, strict=True):
             z, losses = z.double(), torch.zeros_like(BETAS, device=z.device)
@@ -138,7 +137,7 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Return means of classes with `LEAST` samples or more, other classes' shared means, and the covariance."""
+        """Return a client's class means (the shared ones for fewer than `LEAST` samples) and covariance."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
@@ -147,7 +146,7 @@ class PFedFDA(Algorithm):
 
 
 def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:
-    """Return models ``[m, d]`` with the body of ``x`` and the discriminants as heads."""
+    """Return models ``[m, d]`` that consist of the body of ``x`` and the discriminants as heads."""
     models = x.expand(work.m, -1).clone()
     for row, of, pi in zip(models, distributions, prior, strict=True):
         weight, bias = of.head(pi)

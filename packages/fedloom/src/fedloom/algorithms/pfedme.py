@@ -1,4 +1,4 @@
-"""pFedMe: personal models as proximal points of the global model, which descends the Moreau envelopes.
+"""pFedMe: personal models are proximal points of the global model, which descends on their Moreau envelopes.
 
 Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/2 ||theta_i - w||^2.
 
@@ -10,26 +10,27 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
     w_i        w                local copy of the global model
     theta_i    theta            personal model, proximal point of w_i on one batch
     lambda     lam              Moreau weight
-    eta        eta              step of w_i. Eta lam = 1 makes it theta_i
-    K          inner            SGD steps on one batch, of step size ``personal_lr``
+    eta        eta              step size of w_i, which becomes theta_i if eta lam = 1
+    K          inner            number of SGD steps on one batch, with step size ``personal_lr``
     R          local.steps      local rounds
-    beta       beta             server step
+    beta       beta             server step size
 
 Kept by a client: d (theta). Sent per round: d down, d up.
 
-Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code.
-(``theta = "kept"`` starts at the client's last theta, as in FLAME's public code, which also moves w_i only once per
-epoch, ``moves = "epoch"``.) K steps replace the paper's accuracy nu. The public code trains all clients and averages
-only the sampled clients. Here only the sampled clients train. The public code uses weight decay of 0.001 in the inner
-steps, and FLAME's public code momentum of 0.5. Here, both are part of the run's settings.
+Deviations: theta starts every round at the received model and is carried over from batch to batch, as in the public
+code. With ``theta = "kept"``, theta starts at the client's last theta, as in FLAME's public code, which also updates
+w_i only once per epoch (``moves = "epoch"``). K steps replace the paper's accuracy nu. The public code trains all
+clients but averages only the sampled clients. Here, only the sampled clients train. In the inner steps, the public code
+uses weight decay of 0.001, and FLAME's public code uses momentum of 0.5. Here, both are part of the run's settings.
 
 Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so a round
-balances the pull and the data. eta = 1/lam moves w_i to theta_i.
+balances the pull and the data. With eta = 1/lam, w_i moves to theta_i.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15, without its decay of 0.001.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, without the weight decay of
+0.001 in that code.
 
-Use it for personal models. It has one more parameter than Ditto. With R > 1, its limit is not the Moreau minimizer
-unless all curvatures are equal (FLAME's limit always is).
+Use it for personal models. The method has one more parameter than Ditto. With R > 1, the limit of the method is not the
+minimizer of the Moreau envelopes unless all curvatures are equal, while FLAME's limit always is.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fedloom.local import Batch, Ctx, Work, iterate, step_
 
 
 class Client(NamedTuple):
-    """theta ``[m, d]``."""
+    """Personal model theta ``[m, d]``."""
 
     theta: Tensor
 

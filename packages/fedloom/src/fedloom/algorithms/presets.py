@@ -1,4 +1,4 @@
-"""Presets: named compositions from papers: an algorithm with a sampler, a weigher or pooled data."""
+"""Presets, which are combinations from papers of an algorithm with a sampler, a weigher or pooled data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.hints import unknown
 
 
 class PresetMethod(NamedTuple):
-    """Parts of a preset. None keeps the experiment's own choice."""
+    """Combination of parts that a preset stands for. If a part is None, the choice made in the experiment is used."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -24,16 +24,17 @@ class PresetMethod(NamedTuple):
 
 @dataclass(frozen=True)
 class Preset:
-    """A named composition.
+    """Named combination of parts.
 
     Attributes:
-        card: description, reference and deviations. ``fedloom describe`` shows this text.
-        algorithm: its algorithm.
+        card: text that describes the preset, with its reference and its deviations from the paper. ``fedloom describe``
+            shows this text.
+        algorithm: algorithm of the preset.
         sampler: sampler of the preset, or None.
         weigher: weigher of the preset, or None.
-        pooled: True to train on all clients' data as if they were one client. The model is evaluated on the original
-            clients.
-        defaults: values that differ from the parts' own defaults.
+        pooled: True to train on all clients' data as if they belonged to one client. The model is evaluated on the
+            original clients.
+        defaults: values of options that differ from the defaults of the parts.
     """
 
     card: str
@@ -45,35 +46,35 @@ class Preset:
 
     @property
     def parts(self) -> list[type[Any]]:
-        """Values of the preset's options."""
+        """Parts of the preset that have options: the algorithm, the sampler and the weigher."""
         return [part for part in (self.algorithm, self.sampler, self.weigher) if part is not None]
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options by name, with the field of the part to which each belongs."""
+        """All options of the preset by name, with the field that defines each option in its part."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
     @property
     def paper(self) -> Mapping[str, Any]:
-        """The paper's values of options whose default differs."""
+        """Values from the paper for those options whose default differs."""
         return self.algorithm.paper
 
     @property
     def released(self) -> Mapping[str, Any]:
-        """Values and variants in the paper's public code."""
+        """Values and variants from the paper's public code."""
         return self.algorithm.released
 
     def makes(self, composition: PresetMethod) -> bool:
-        """Return True if a composition consists of the parts of this preset."""
+        """Return True if a combination consists of the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
 
     def __call__(self, **options: Any) -> PresetMethod:
-        """Return the composition with some options replaced.
+        """Return the combination of parts, with some options replaced.
 
         Raises:
-            ConfigError: no part has this option, or its value is out of range.
+            ConfigError: none of the parts has this option, or the value is out of range.
         """
         if "defaults" in options:
             options = {**choose_defaults(options["defaults"], self.paper, self.released), **options}
@@ -89,7 +90,7 @@ class Preset:
         return PresetMethod(make(self.algorithm), make(self.sampler), make(self.weigher), self.pooled)
 
 
-CENTRALIZED = Preset(
+CENTRALIZED_PRESET = Preset(
     """Centralized: one model trained on all clients' data in one place, evaluated on the original clients.
 
 Problem: min over x of the mean loss of the pooled data.
@@ -195,7 +196,7 @@ Use it to gain speed from clients that lag behind; its limit is biased towards t
     sampler=PowerOfChoice,
 )
 
-FAIRFED = Preset(
+FAIRFED_PRESET = Preset(
     """FairFed: clients whose metric is far from the global one count less.
 
 Problem: min over x of sum_i omega_i f_i(x), with weights omega_i that follow the gaps of a metric.
@@ -228,9 +229,9 @@ Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by
 )
 
 PRESETS: dict[str, Preset] = {
-    "centralized": CENTRALIZED,
+    "centralized": CENTRALIZED_PRESET,
     "equitable-fl": EQUITABLE_FL,
     "clustered-sampling": CLUSTERED_SAMPLING,
     "power-of-choice": POWER_OF_CHOICE,
-    "fairfed": FAIRFED,
+    "fairfed": FAIRFED_PRESET,
 }

@@ -1,4 +1,4 @@
-"""q-FFL: losses are raised to the power q + 1, so clients with large losses have more weight.
+"""q-FFL: losses are raised to the power q + 1, which gives more weight to clients with large losses.
 
 Problem: min over x of sum_i alpha_i f_i(x)^(q+1) / (q + 1).
 
@@ -8,27 +8,29 @@ arXiv:1905.10497v2, Algorithm 2 (q-FedAvg).
     paper      here                  meaning
     w^t        x                     server's model
     w_k        w                     client's model after local SGD
-    L          lipschitz             Lipschitz estimate. 1/eta
+    L          lipschitz             Lipschitz estimate, which is 1/eta
     Dw_k       L (x - w)             pseudo-gradient
     Delta_k    -L dw, L = lipschitz  F_k^q(x) Dw_k
     h_k        L h                   upper estimate of the local Lipschitz constant
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both as means.
 
-Deviations: Delta_k and h_k are sent divided by L, with the sign of a difference, so dw is the change of the model if q
-= 0. A loss below 1e-10 counts as 1e-10, as in the public code. The run's sampler chooses the cohort. The paper draws
-with p_k (sampler ``size-weighted``). The loss is the received model's loss on the client's whole training part. Clients
-send the change multiplied by F_k^q, so weighers and samplers see the model x + dw.
+Deviations: Delta_k and h_k are divided by L before they are sent, with the sign of a difference. With q = 0, dw is
+therefore the change of the model. Losses below 1e-10 are set to 1e-10, as in the public code. The run's sampler chooses
+the cohort. In the paper, clients are drawn with probability p_k (sampler ``size-weighted``). The loss is that of the
+received model on the client's whole training part. Clients send the change multiplied by F_k^q. For weighers and
+samplers, a client's model is therefore x + dw.
 
-Replayed: the server of litian96/fair_flearn (f097971) gives the same models, to 1e-11, with L = "step".
+Replayed: with L = "step", the server of litian96/fair_flearn (f097971) produces the same models to within 1e-11.
 
-Defaults: L = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps): a round is
-one step of this size. The paper's 1/lr would treat every local step as a round.
+Defaults: L = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so a round is
+treated as one step of this size. The value 1/lr in the paper would treat every local step as a round.
 
-Attackers: h_k grows with the square of the change. A forged model far from x makes sum h_k large, so the server takes a
-short step. This step moves x less than in FedAvg, but it also slows the honest clients down.
+Attackers: h_k grows with the square of the change. A forged model far from x therefore makes sum h_k large, and the
+server takes a short step. This step moves x less than in FedAvg, but it also slows down the progress of honest clients.
 
-Use it to make accuracy more even over clients, at some cost to the mean accuracy. Tune q. With q = 0, it equals FedAvg.
+Use it to make accuracies more even over clients, at some cost to the mean accuracy. Tune q. With q = 0, the method
+equals FedAvg.
 """
 
 from __future__ import annotations
@@ -46,11 +48,11 @@ from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.values import or_derived
 
 SMALLEST = 1e-10
-"""Smallest loss: lower losses are set to this value, so that their powers are finite."""
+"""Smallest loss. Losses below this value are set to it, so that their powers are finite."""
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``: F_k^q times the change of the model. H ``[m, 1]``."""
+    """dw ``[m, d]``, which is F_k^q times the change of the model, and the Lipschitz estimate h ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     h: Annotated[Tensor, Mean()]
@@ -98,7 +100,7 @@ class QFFL(Algorithm):
         return Up(f**q * change, h)  # -Delta_k / L
 
     def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
-        """Return the minimum over all losses F of h = q L |dw|^2 F^(-q-1) + F^q, for this length of dw."""
+        """Return the range of h = q L |dw|^2 F^(-q-1) + F^q over all losses F, for this length of dw."""
         q, lipschitz = self.q, 1 / work.lr if self.lipschitz == "step" else self.lipschitz
         square = (up.dw * up.dw).sum(1, keepdim=True)
         if not q:

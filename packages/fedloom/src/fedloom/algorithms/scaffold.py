@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates against client drift.
+"""SCAFFOLD: control variates that counteract client drift.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -15,18 +15,18 @@ Averaging for Federated Learning", ICML 2020, arXiv:1910.06378v4, Algorithm 1.
 
 Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 
-Deviations: K is each client's own number of steps, and not a common number. Variates start at zero. ``scaled`` follows
-FedDyn's public code (alpemreacar/FedDyn), which sends one more number down: with s_i = n_i/mean(n), clients correct by
-c/s_i - c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i. This scaling already weights by
-samples, so it needs ``client_weights = "uniform"``.
+Deviations: K is each client's own number of steps instead of a common number. Control variates start at zero.
+``scaled`` follows FedDyn's public code (alpemreacar/FedDyn), which sends one more number down. With s_i = n_i/mean(n),
+clients correct by c/s_i - c_i, and c is the mean of all s_i c_i, which clients then store instead of c_i. This scaling
+already weights clients by samples, so it needs ``client_weights = "uniform"``.
 
-Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same x and c, to 1e-15, with equal shares.
+Replayed: with equal shares, clients and server of TsingZ0/PFLlib (d832e76f) produce the same x and c to within 1e-15.
 
-Attackers: c_i is computed from a forged model as from any other model (option II), and c contains the attacker's share
-of c_i. In the next rounds, the honest clients therefore repeat the attacker's change.
+Attackers: c_i is computed from a forged model in the same way as from any other model (option II), and c contains the
+attacker's share of c_i. In the following rounds, the honest clients therefore repeat the attacker's change.
 
-Use it for one good global model if clients differ, and participate often enough that their control variates stay
-current.
+Use it to train one good global model if clients differ, and if they participate often enough that their control
+variates stay current.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x, c ``[d]``, both of which are sent."""
+    """Model x and control variate c, both ``[d]``. Both are sent to clients."""
 
     x: Tensor
     c: Tensor
 
 
 class Scaled(NamedTuple):
-    """x, c ``[d]``, mean ``[1]``: mean number of samples per client."""
+    """Model x and control variate c, both ``[d]``, and the mean number of samples per client ``[1]``."""
 
     x: Tensor
     c: Tensor
@@ -58,13 +58,13 @@ class Scaled(NamedTuple):
 
 
 class Client(NamedTuple):
-    """ci ``[m, d]``."""
+    """Client's control variate ci ``[m, d]``."""
 
     ci: Tensor
 
 
 class Up(NamedTuple):
-    """dy, dc ``[m, d]``."""
+    """Change dy of the model and change dc of the control variate, both ``[m, d]``."""
 
     dy: Annotated[Tensor, Mean(base="down.x", primary=True)]
     dc: Annotated[Tensor, Mean(base="rows.ci", accumulates=True)]

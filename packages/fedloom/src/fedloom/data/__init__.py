@@ -1,4 +1,4 @@
-"""Data: sources, partitions into clients, and the order of the samples at a client."""
+"""Data: sources, partitions into clients, and the order in which a client uses its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First statistics of a table: how well each single column ranks the target, and how sites differ."""
+"""Statistics of a table: how well each single column predicts the target, and how sites differ."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 MIN_CLASS_ROWS = 5
-"""Smallest number of rows on each side of a class for which a column's predictive value is measured."""
+"""Minimum number of rows inside and outside a class for measuring how well a column predicts this class."""
 UNIT_RATIO_NOTED = 4.0
-"""Smallest ratio of two sites' medians that is reported without a known conversion."""
+"""Minimum ratio between medians at two sites that is reported even if no known unit conversion explains it."""
 SAME_UNIT_RATIO = 1.5
-"""Largest ratio of two sites' medians that still counts as the same unit. Every known factor is larger than this
-ratio."""
+"""Maximum ratio between medians at two sites for which the sites are assumed to use the same unit. The factors of all
+known unit conversions are larger."""
 MAX_SPREAD_RATIO_GAP = 2.5
-"""Largest distance between the ratio of medians and the ratio of spreads of two units."""
+"""Maximum factor by which the ratio of medians and the ratio of spreads may differ if the sites use different units."""
 ABSENT_COLUMN_SHARE = 0.98
-"""Smallest share of missing cells from which a site counts as lacking a column."""
+"""Minimum fraction of missing cells at which a site is considered to lack a column."""
 MISSING_SHARE_DIFFERENCE = 0.3
-"""Smallest difference between two sites' shares of missing cells that is reported."""
+"""Minimum difference between the fractions of missing cells at two sites that is reported."""
 
 Rows = Mapping[str, NDArray[np.bool_]]
-"""Mask ``[N]`` of each site's rows, by site name."""
+"""Masks ``[N]`` of the rows at each site, keyed by site name."""
 
 
 class SingleColumnScore(NamedTuple):
-    """Predictive value of one column: the name of the measure, the value in [0, 1], and the value as text."""
+    """Predictive value of one column: a value in [0, 1], and a text that names the measure and the value."""
 
     value: float
     text: str
 
 
 def score_column(column: ColumnProfile, target: ColumnProfile, task: str) -> SingleColumnScore:
-    """Return the predictive value of a single column for the target (see `score`)."""
+    """Return how well a single column predicts the target (see `score`)."""
     y = target.values
     if task != "regression":
         present = np.isin(target.cells, [*target.odd, ""], invert=True)
@@ -55,17 +55,18 @@ def score(
     task: str,
     least: float = 0.0,
 ) -> SingleColumnScore:
-    """Return the AUROC of a column for the target's classes (the mean over classes with enough rows), or R2.
+    """Return the AUROC of a column for the target's classes (averaged over classes with enough rows), or R2.
 
-    A numeric column ranks rows directly. Every column also ranks rows by the mean target of its groups, which is
-    computed on one half of the rows and applied to the other half. The result is 0 if there are too few rows.
+    A numeric column ranks the rows directly. In addition, any column can rank rows by the mean target of their groups,
+    which is computed on one half of the rows and applied to the other half. The value is 0 if there are too few rows.
 
     Args:
-        groups: group of each row ``[N]``. Missing cells form a group.
-        numbers: values ``[N]``, with NaN for missing cells. None: the column consists of levels.
-        y: numbers ``[N]`` for a "regression", or class codes. NaN where missing.
+        groups: group of each row ``[N]``. Missing cells form a group of their own.
+        numbers: values of a numeric column ``[N]``, which are NaN for missing cells. None if the column consists of
+            levels.
+        y: targets ``[N]``, which are numbers for a "regression" and class codes otherwise. Missing targets are NaN.
         task: "regression" or "classification".
-        least: threshold below which the result may be returned as 0, which is faster.
+        least: value below which the function may return 0 instead, which saves time.
     """
     present = ~np.isnan(y)
     if present.sum() < MAX_FEW_LEVELS:
@@ -102,13 +103,13 @@ def score(
 
 
 def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """Return the AUROC from the ranks of the scores, computed by the rank-sum statistic. Ties receive mean ranks."""
+    """Return the AUROC, computed from the ranks of the scores by the rank-sum statistic. Ties must have mean ranks."""
     count = int(positive.sum())
     return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return, for each row, the mean target of its group in the half of the rows that does not contain the row."""
+    """Return for each row the mean target of its group over the half of the rows that does not contain this row."""
     codes = np.unique(groups, return_inverse=True)[1]
     order = numpy_generator(0, purpose="halves").permutation(len(y))
     half, out = np.zeros(len(y), bool), np.empty(len(y))
@@ -121,13 +122,13 @@ def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.flo
 
 
 def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
-    """Return the number of rows of each class at each site: ``{site: {class: rows}}``."""
+    """Return the number of rows of each class at each site, as ``{site: {class: rows}}``."""
     classes = [name for name in target.levels if name not in target.odd]
     return {site: {name: int((target.cells[here] == name).sum()) for name in classes} for site, here in rows.items()}
 
 
 def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """Yield the differences between sites in a column."""
+    """Yield a sentence for each difference between sites in a column."""
     missing = np.isnan(column.values) if column.kind == "number" else column.cells == ""
     shares = {site: float(missing[here].mean()) for site, here in rows.items()}
     present = [site for site, share in shares.items() if share < ABSENT_COLUMN_SHARE]
@@ -143,19 +144,20 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 
 def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
-    """Return the only site with values in this column, or None if several sites or no site have values."""
+    """Return the only site that has values in this column, or None if there are several such sites or none."""
     present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT_COLUMN_SHARE]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
 class Shift(NamedTuple):
-    """Site whose numbers differ from the other sites' numbers as if they were in a different unit.
+    """Site whose numbers differ from those at other sites as if they were in a different unit.
 
     Attributes:
         median: median at this site.
         usual: median at the other sites.
-        factor: known factor that converts the site's numbers. None if no known factor is close.
-        units: units that the factor converts.
+        factor: factor of a known unit conversion by which the site's numbers must be multiplied. None if no known
+            conversion is close.
+        units: units between which the factor converts.
     """
 
     median: float
@@ -165,11 +167,11 @@ class Shift(NamedTuple):
 
 
 def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
-    """Return the sites whose medians and spreads differ from the other sites' by the same factor.
+    """Return the sites whose median and spread differ from those at other sites by the same factor.
 
-    Only numbers above 0 can be in a unit that a factor converts. Numbers with both signs are standardized values,
-    logarithms or changes, and the ratio of their medians is arbitrary. Row numbers, patient numbers and codes have no
-    unit.
+    Columns with numbers of 0 or less are skipped, because a factor cannot explain differences between them. Such
+    columns contain standardized values, logarithms or changes, for which the ratio of medians is arbitrary. Row
+    numbers, patient numbers and codes are skipped because they have no unit.
     """
     figures = _figures(column, rows)
     if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= MAX_FEW_LEVELS:
@@ -191,7 +193,7 @@ def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
 
 
 def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
-    """Return the median and interquartile range of a column at every site with enough numbers."""
+    """Return the median and interquartile range of a column at each site with enough numbers."""
     figures = {}
     for site, here in rows.items():
         numbers = column.values[here & ~np.isnan(column.values)]
@@ -202,12 +204,12 @@ def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]
 
 
 def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-    """Return the median and range that are close to the values at most sites."""
+    """Return the median and range that are typical, because they are similar to those at most sites."""
     return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
 
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """Yield a sentence about the sites that use a different unit."""
+    """Yield a sentence about sites that seem to use a different unit."""
     if not (shifted := shifts(column, rows)):
         return
     first = next(iter(shifted.values()))
@@ -224,5 +226,5 @@ def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 
 def _alike(a: float, b: float) -> bool:
-    """Return True if two medians above 0 are in the same unit."""
+    """Return True if two positive medians are similar enough to be in the same unit."""
     return max(a, b) < SAME_UNIT_RATIO * min(a, b)

@@ -1,6 +1,6 @@
-"""Dataset: the data of one source in memory, checked once.
+"""Dataset: the data from one source, which are held in memory and checked once.
 
-The arrays keep the type in which they are stored (bytes stay bytes).
+Arrays keep the type in which they are stored, so bytes stay bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 Task = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 CLASS_TASKS = ("classification", "binary")
-"""Tasks whose targets are classes."""
+"""Tasks in which targets are classes."""
 MISSING_LEVEL = ""
-"""Level that a kept column uses for rows without a level."""
+"""Level of a kept column for rows without a value."""
 MOST_CLASSES = 2**16
-"""Largest number of classes in a data set. Larger class numbers are probably measurements or damaged data."""
+"""Maximum number of classes in a data set. Larger class numbers are probably measurements or errors in the data."""
 TOO_MANY = (
     f"at most {MOST_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
@@ -39,7 +39,7 @@ TOO_MANY = (
 
 @contextmanager
 def default_to_cpu() -> Iterator[None]:
-    """Create new tensors on the CPU within the block, whatever default device the caller has set."""
+    """Create new tensors on the CPU inside the block, even if the caller has set a different default device."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -48,75 +48,76 @@ def default_to_cpu() -> Iterator[None]:
 
 
 class Prepare(Protocol):
-    """Preparation that must be fitted on a client's training part: imputation and scaling of tables."""
+    """Preparation that is fitted to the training part of each client, such as imputation and scaling of tables."""
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """Return features in the form that a model accepts.
 
         Args:
-            x: raw features [N, p]. NaN marks a missing value.
-            owner: client of each sample [N], or -1 for samples that belong to no client (these rows are never read).
-            train: True for each sample in its client's training part [N], bool.
+            x: raw features [N, p]. Missing values are NaN.
+            owner: client of each sample [N], or -1 for samples of no client, which are not read.
+            train: bool mask [N] of the samples in their clients' training parts.
 
         Returns:
-            features [N, q] float32, finite.
+            Features [N, q], which are float32 and finite.
         """
         ...
 
 
 class Rereads(Protocol):
-    """Samples that are read again for each step because they change at random (`fedloom.data.sources.rereading`)."""
+    """Samples that change at random, so they are read again for each step (see `fedloom.data.sources.rereading`)."""
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new samples drawn with ``rng``."""
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new versions drawn with ``rng``."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples and targets of one source.
+    """Samples and targets from one source.
 
     Args:
         name: name of the source.
-        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float. Alternatively tokens [N,
-            length], int32 or int64, which are numbers in `vocabulary`, with 0 for padding at the end of a sequence.
-        y: class numbers [N] int64. For tokens, y may also be one label per position [N, length], with -1 for no label.
-            Otherwise float targets: [N, k] for a regression, 0 or 1 [N, k] for multiple labels, counts [N, 1], or times
-            from 0 and events 0 or 1 [N, 2] for a survival task.
+        x: features [N, *shape], which are uint8 (images, `[N, channels, height, width]`) or float. Alternatively,
+            tokens [N, length] (int32 or int64), which are numbers in `vocabulary`, with 0 as padding at the end of a
+            sequence.
+        y: class numbers [N] (int64). For tokens, y may also contain one label per position [N, length], with -1 for
+            positions without a label. Otherwise, float targets: numbers [N, k] for a regression, 0 or 1 [N, k] for
+            multiple labels, counts [N, 1], or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
         classes: names of the classes or labels. It is empty if targets are numbers.
-        mean: mean per channel [C] or over all values [1]. It is subtracted after bytes have been divided by 255. None:
-            0.
-        std: standard deviation, in the same shape as `mean`. Values are divided by it after the subtraction. None: 1.
-        test: positions [k] in `x` of the source's official test set. None if the source has no official test set.
-        columns: codes [N] int64 of properties of a sample by which a federation can be split (writer, hospital,
-            education).
-        levels: names of the codes of each column.
-        users: client codes [N] if the source is already split by client.
-        user_names: names of the users, in code order.
-        prepare: preparation that is fitted per client when a federation is built. Only data with a preparation may
+        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been divided by 255.
+            None for 0.
+        std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
+            1.
+        test: positions [k] in `x` of the official test set of the source. None if the source has none.
+        columns: codes [N] (int64) for properties of samples by which clients can be formed, such as writer, hospital or
+            education.
+        levels: names of the codes in each column.
+        users: codes of the clients [N], if the source is already divided into clients.
+        user_names: names of these clients, in the order of their codes.
+        prepare: preparation that is fitted for each client when a federation is created. Without it, the data must not
             contain NaN (missing values).
-        fitted: fitted table and its fit, if the features were computed from a table.
-        ready: True for samples [N] whose features `prepare` has computed, bool. All other samples are NaN, and no part
-            of a federation may contain them. None: all samples are ready.
-        centre: value that was subtracted from regression targets.
-        unit: value by which regression targets were divided after the subtraction. Results are reported in this unit.
+        fitted: table from which the features were computed, with the fitted values, if there is one.
+        ready: bool mask [N] of the samples whose features `prepare` has computed. All other samples are NaN, and no
+            part of a federation may contain them. None if all samples are ready.
+        centre: number that was subtracted from regression targets.
+        unit: number by which regression targets were divided after the subtraction. Errors are reported in this unit.
         vocabulary: names of the tokens. It is empty if samples are numbers.
-        positions: True if each position of a numeric sequence has its own label: `y` is [N, length], with -1 for no
-            label.
-        notes: sentences for the report that describe how the source was read.
-        conversion: the ``factors`` by which columns of a table were multiplied, the column ``users`` that names the
-            client of each row, and the columns ``days_since``. It is empty without factors and dates.
-        design: which rows belong together, in which order, and which rows form the test part. None: all rows are
+        positions: True if each position of a numeric sequence has its own label. In this case, `y` is [N, length], with
+            -1 for positions without a label.
+        notes: notes on how the source was read, which a report shows.
+        conversion: the ``factors`` by which columns of a table were multiplied, the column ``users`` with the client of
+            each row, and the columns in ``days_since``. It is empty if no factors and no dates were converted.
+        design: which rows belong together, their order, and which rows form the test part. None if all rows are
             independent.
-        original_dtype: numpy name of the features' type before they became `x`, such as ``"int64"``, or ``"uint8"`` if
-            `x` contains bytes divided by 255. It is empty if the type did not change.
-
-        rereading: function that rereads samples that change at random, for every training step. For all other purposes,
-            `x` contains one draw of each. None: samples never change.
+        original_dtype: numpy name of the type that the features had before they became `x`, such as ``"int64"``, or
+            ``"uint8"`` if `x` contains bytes divided by 255. It is empty if the type has not changed.
+        rereading: object that reads samples again for every training step, because they change at random. For all other
+            purposes, `x` contains one random version of each sample. None if samples never change.
 
     Raises:
-        DataError: lengths disagree, labels are outside 0..C-1, values are not finite, or types are wrong.
+        DataError: lengths differ, labels are outside 0..C-1, values are not finite, or types are wrong.
     """
 
     name: str
@@ -169,11 +170,11 @@ class Dataset:
     @classmethod
     @default_to_cpu()
     def create(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
-        """Return a data set created from objects in memory.
+        """Create a data set from objects in memory.
 
-        `fedloom.data.sources.memory.as_dataset` lists the accepted types.
+        The accepted types are listed in `fedloom.data.sources.memory.as_dataset`.
 
-        float32 or byte arrays and tensors are not copied, so later changes to them change the data set.
+        Arrays and tensors of float32 or bytes are not copied, so changing them later changes the data set.
 
         >>> Dataset.create(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
@@ -201,14 +202,14 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of a model: one per class or label, k for a regression, otherwise 1."""
+        """Number of outputs of a model: one per class or label, k for a regression, or else 1."""
         if self.task == "classification":
             return len(self.classes)
         return self.y.shape[1] if self.task in ("multilabel", "regression") else 1
 
     @property
     def classed(self) -> bool:
-        """True if targets are classes instead of numbers."""
+        """True if targets are classes and not numbers."""
         return self.task in CLASS_TASKS
 
     @property
@@ -218,21 +219,21 @@ class Dataset:
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, and `each`. None if samples are numbers with a single label."""
+        """Size of the vocabulary, and the value of `each`. None if samples are numbers with a single label each."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of every sample [N]. None if samples have no class, or have one class per position."""
+        """Class of each sample [N]. None if samples have no class, or one class per position."""
         return self.y if self.classed and not self.each else None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def checksum(self) -> str:
-        """Return the SHA-256 of the types, shapes and bytes of `x` and `y`, in hexadecimal.
+        """Return the SHA-256 digest of the types, shapes and bytes of `x` and `y`, in hexadecimal.
 
-        Samples that are not ready are treated as 0.
+        Samples that are not ready are replaced by 0.
         """
         digest = hashlib.sha256()
         x = self.x if self.ready is None else self.x.masked_fill(~self.ready.view(-1, *[1] * len(self.shape)), 0)
@@ -243,7 +244,7 @@ class Dataset:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for people: samples, shape, type, task, classes with counts, test size, columns, checksum."""
+        """Return a summary: samples, shape, type, task, classes with counts, test size, columns and checksum."""
         facts: dict[str, Any] = {
             "name": self.name,
             "samples": len(self),
@@ -263,10 +264,10 @@ class Dataset:
         return facts
 
     def refuse_random(self, what: str) -> None:
-        """Raise if samples are reread for every step, because rereading would undo a change of the stored samples.
+        """Raise an error if samples are reread for each step, because this would undo changes of stored samples.
 
         Raises:
-            DataError: they are.
+            DataError: samples are reread.
         """
         if self.rereading is not None:
             raise DataError(
@@ -276,10 +277,10 @@ class Dataset:
             )
 
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
-        """Return the data set with copies of the samples at `index` ``[k]``, with features ``x`` and targets ``y``.
+        """Append copies of the samples at `index` ``[k]``, but with the features ``x`` and targets ``y``.
 
         Raises:
-            DataError: samples are reread for every step.
+            DataError: samples are reread for each step.
         """
         self.refuse_random("a backdoor")
 
@@ -356,10 +357,10 @@ class Dataset:
 
 
 def refuse(where: str, problems: Sequence[str]) -> None:
-    """Raise a single error that lists all faults of the data. Nothing happens if the data have no faults.
+    """Raise a single error that lists all problems of the data. Nothing happens if there are no problems.
 
     Raises:
-        DataError: the data contain faults.
+        DataError: the data have at least one problem.
     """
     if len(problems) == 1:
         raise DataError(f"{where}: {problems[0]}")
@@ -368,7 +369,7 @@ def refuse(where: str, problems: Sequence[str]) -> None:
 
 
 def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
-    """Yield the errors in times and events, in labels, or in counts."""
+    """Yield the problems of times and events, labels, or counts."""
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":

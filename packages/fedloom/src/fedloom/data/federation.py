@@ -1,4 +1,4 @@
-"""Federation: one data set that is split into clients. It stores only lists of indices and never copies samples."""
+"""Federation: a data set that is divided into clients. It stores lists of indices, but no copies of samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.subjects.cut import mixed_subjects
-from fedloom.errors import DataError, PartitionError, direction_in
+from fedloom.errors import DataError, PartitionError, direction_in, write_singular
 from fedloom.hints import unknown
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ DATA_PARTS = ("train", "validation", "test")
 
 
 class Split(NamedTuple):
-    """One part (such as the training part) of every client: client i has ``index[offsets[i]:offsets[i + 1]]``.
+    """One part of all clients, such as the training part: client i has ``index[offsets[i]:offsets[i + 1]]``.
 
-    index: positions in the data set [total] int64. offsets: boundaries between clients [n + 1] int64.
+    index: positions in the data set [total] (int64). offsets: boundaries between clients [n + 1] (int64).
     """
 
     index: Tensor  # type: ignore[assignment]  # hides tuple.index, which is not needed here
@@ -33,25 +33,25 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """Clients, each with a training, a validation and a test part.
+    """Clients, each of which has a training, a validation and a test part.
 
     Args:
-        data: the data set.
-        parts: a `Split` for ``"train"``, ``"validation"`` and ``"test"``.
-        names: name of each client.
-        test: positions of a common test set. None: the union of all clients' test parts.
-        partition: description of the split (kind and fields), which is recorded.
+        data: data set that contains the samples of all clients.
+        parts: one `Split` each for ``"train"``, ``"validation"`` and ``"test"``.
+        names: names of the clients.
+        test: positions of a common test set. None if the common test set is the union of all clients' test parts.
+        partition: description of the partition (its kind and fields), which is recorded.
         seed: seed of the split.
-        groups: planted group of each client [n] int64, if the partition creates groups.
-        notes: sentences about the split, for a report.
-        dtype: type of the values that `fetch` returns.
-        noise: standard deviation [N, c] (c channels, or 1 for all features) of Gaussian noise that is drawn again
-            whenever a step uses a sample, in the units of `data.x`. None: no noise.
+        groups: planted group of each client [n] (int64), if the partition creates groups.
+        notes: notes on the split, which a report shows.
+        dtype: data type of the values that `fetch` returns.
+        noise: standard deviation [N, c] (for c channels, or 1 for all features) of Gaussian noise that is drawn again
+            whenever a step uses a sample, in the units of `data.x`. None if there is no noise.
 
     Raises:
         PartitionError: a client has no training samples.
-        DataError: positions are outside the data, offsets do not fit, `prepare` was not applied to the data or to a
-            sample in a part, or a subject is in two parts.
+        DataError: positions are outside the data, offsets are inconsistent, `prepare` has not been applied to the data
+            or to a sample in a part, or a subject is in two parts.
     """
 
     data: Dataset
@@ -97,10 +97,10 @@ class Federation:
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
     def _check_ready(self, part: str, index: Tensor) -> None:
-        """Raise if the features of some samples were not prepared.
+        """Raise an error if a part contains samples whose features have not been prepared.
 
         Raises:
-            DataError: unprepared samples exist.
+            DataError: such samples exist.
         """
         if self.data.ready is None:
             return
@@ -113,9 +113,9 @@ class Federation:
             )
 
     def _check_subjects(self) -> None:
-        """Raise if a subject is in two parts, even if the parts belong to two clients.
+        """Raise an error if a subject is in two parts, even at different clients.
 
-        The common test set and the test parts count as one part.
+        For this check, the common test set belongs to the test part.
 
         Raises:
             DataError: a subject is in two parts.
@@ -138,7 +138,7 @@ class Federation:
 
     @classmethod
     def create(cls, clients: Any, **options: Any) -> Federation:
-        """Return a federation of clients with their samples (see `fedloom.data.clients.as_federation`).
+        """Create a federation from clients with their samples (see `fedloom.data.clients.as_federation`).
 
         >>> import numpy as np
         >>> x = np.eye(4)
@@ -164,7 +164,7 @@ class Federation:
     @property
     def remarks(self) -> list[str]:
         """Sentences about the data and the split for a run's report, without duplicates."""
-        return list(dict.fromkeys((*self.notes, *self.data.notes)))
+        return list(dict.fromkeys(map(write_singular, (*self.notes, *self.data.notes))))
 
     @property
     def n(self) -> int:
@@ -182,16 +182,16 @@ class Federation:
         return self.parts[part]
 
     def sizes(self, part: str = "train") -> Tensor:
-        """Return the number of samples of each client in a part: ``[n]`` int64."""
+        """Return the number of samples of each client in a part, ``[n]`` (int64)."""
         return self._split(part).offsets.diff()
 
     def indices(self, part: str, client: int) -> Tensor:
-        """Return the positions in the data set of one client's part, as a view [k] int64."""
+        """Return the positions in the data set of one client's part, as a view [k] (int64)."""
         index, offsets = self._split(part)
         return index[int(offsets[client]) : int(offsets[client + 1])]
 
     def gather(self, part: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the concatenated positions of several clients' parts [total] int64, and the size of each part [m]."""
+        """Return the positions of several clients' parts, concatenated [total] (int64), and the part sizes [m]."""
         index, offsets = self._split(part)
         ids = ids.to(offsets.device)
         sizes = offsets[ids + 1] - offsets[ids]
@@ -199,15 +199,15 @@ class Federation:
         return index[first + torch.arange(len(first), device=first.device)], sizes
 
     def owner(self, part: str) -> Tensor:
-        """Return the client of each entry of ``parts[part].index``: [total] int64."""
+        """Return the client to which each entry of ``parts[part].index`` belongs, [total] (int64)."""
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
-        """Return the normalized samples at positions `index`: ``[..., *shape]`` of `dtype`, or int64 tokens."""
+        """Return normalized samples ``[..., *shape]`` at the positions `index`, as `dtype` (or tokens as int64)."""
         return self._scale(self._flat, index.reshape(-1)).view(*index.shape, *self.data.shape)
 
     def fetch_anew(self, index: Tensor, rng: torch.Generator) -> Tensor:
-        """Return samples like `fetch`, with random changes drawn with ``rng`` if the data set rereads its samples."""
+        """Return samples as in `fetch`, but with new random changes drawn with ``rng`` if the data reread samples."""
         if self.data.rereading is None:
             return self.fetch(index)
         x = self.data.x[index].cpu()
@@ -216,7 +216,7 @@ class Federation:
         return self._scale(x.to(self.device).flatten(1), rows).view(-1, *self.data.shape)
 
     def _scale(self, flat: Tensor, where: Tensor) -> Tensor:
-        """Return normalized rows ``[k, p]`` of stored samples ``[N, p]``."""
+        """Return normalized rows ``[k, p]`` of the stored samples ``[N, p]``."""
         if self._affine is not None and flat.dtype == torch.uint8 and flat.device.type == "cpu":
             from fedloom import kernels
 
@@ -231,14 +231,14 @@ class Federation:
         return out
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return all stored samples [N, p], and the scale and shift [p] that convert them to the result of `fetch`."""
+        """Return all stored samples [N, p], and the scale and shift [p] that convert them to what `fetch` returns."""
         if self._affine is not None:
             return (self._flat, *self._affine)
         one = torch.ones(self._flat.shape[1], dtype=self.dtype, device=self.device)
         return self._flat, one, one * 0
 
     def spread(self, index: Tensor) -> Tensor | None:
-        """Return the standard deviation ``[k, *shape]`` of noise on the samples `index` ``[k]``, or None if it is 0."""
+        """Return the standard deviation ``[k, *shape]`` of noise for samples `index` ``[k]``, or None if it is 0."""
         if self.noise is None:
             return None
         level = self.noise[index].to(self.dtype)
@@ -248,9 +248,10 @@ class Federation:
         return level.view(-1, *self.data.shape)
 
     def targets(self, index: Tensor) -> Tensor:
-        """Return the targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] numbers of `dtype`.
+        """Return targets at positions `index` [..., b]: classes [..., b] (int64), or numbers [..., b, k] of `dtype`.
 
-        Labels of positions are concatenated sequence by sequence, [..., b * length], with -1 for no label.
+        If each position of a sequence has a label, the labels of all sequences are concatenated, [..., b * length],
+        with -1 for positions without a label.
         """
         y = torch.index_select(self.data.y, 0, index.reshape(-1))
         if not self.data.classed:
@@ -260,9 +261,9 @@ class Federation:
         return y.view(index.shape)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
-        """Return the federation with samples and index lists moved to a device.
+        """Return the federation with its samples and index lists on another device.
 
-        `fetch` of the returned federation returns values of type `dtype`.
+        The values that its `fetch` returns have the type `dtype`.
         """
         data, d = self.data, device
         moved = replace(
@@ -287,14 +288,14 @@ class Federation:
         )
 
     def pooled(self) -> Federation:
-        """Return a federation with a single client that has all clients' parts, for centralized training."""
+        """Return a federation with a single client that has the parts of all clients, for centralized training."""
         parts = {k: Split(s.index, s.offsets[[0, -1]]) for k, s in self.parts.items()}
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
-        """Return how rare each client's labels are, ``[n]``: the mean of -log p, where p is a label's share among all.
+        """Return how rare each client's labels are ``[n]``: the mean of -log p, with p the frequency of a label.
 
-        It is 0 for all clients if there are no classes, and for a client without samples.
+        The result is 0 for clients without samples, and for all clients if there are no classes.
         """
         counts = self.class_counts().double().cpu()
         share = counts.sum(0) / counts.sum().clamp(min=1)
@@ -302,9 +303,9 @@ class Federation:
         return (counts @ rare) / counts.sum(1).clamp(min=1)
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """Return the number of samples, or labeled positions, of each class at each client: ``[n, C]`` int64.
+        """Return the number of samples (or labeled positions) of each class at each client, ``[n, C]`` (int64).
 
-        If a sample has several labels, it counts once for each label.
+        A sample with several labels is counted once for each label.
         """
         classes = len(self.data.classes)
         if not classes:
@@ -318,12 +319,12 @@ class Federation:
         return torch.bincount(owner * classes + y, minlength=self.n * classes).view(self.n, classes)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """Return measures of how clients differ, each as a list with one value per client.
+        """Return measures of how much clients differ, each of which is a list with one value per client.
 
-        They are ``sizes``, and for classes, compared with the label distribution of the whole part, ``emd`` (sum of
-        absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID data, Eq. 8), ``js``
-        (Jensen-Shannon divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy, in [1,
-        C]). A value is NaN for a client without samples in the part.
+        The measure ``sizes`` always exists. If there are classes, each client's labels are compared with those of all
+        clients: ``emd`` (sum of absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID
+        data, Eq. 8), ``js`` (Jensen-Shannon divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of
+        the entropy, in [1, C]). A value is NaN if a client has no samples in the part.
         """
         out: dict[str, Any] = {"part": part, "sizes": self.sizes(part).tolist()}
         if not self.data.classes:
@@ -339,7 +340,11 @@ class Federation:
         return out
 
     def _scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
-        """Return (x [/ 255] - mean) / std written as x * scale + shift, each [p], or None without scaling."""
+        """Return the scale and shift [p] that normalize stored values, or None if they are used unchanged.
+
+        They express (x [/ 255] - mean) / std as x * scale + shift, where bytes are divided by 255.
+
+        """
         data = self.data
         unit = 1 / 255 if data.x.dtype == torch.uint8 else 1.0
         if data.vocabulary:

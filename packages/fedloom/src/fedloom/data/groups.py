@@ -1,4 +1,4 @@
-"""Groups of rows within clients, defined by columns that are kept for scoring."""
+"""Groups of rows within clients, defined by columns that are kept for evaluation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, 
 OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
 ROUNDING_TOLERANCE = 1e-6
 MOST_LEVELS = 20
-"""Largest number of levels for which each level of a column forms a separate group."""
+"""Maximum number of levels in a column for which each level forms a group."""
 
 
 def column_of(group: str) -> str:
-    """Return the column that a group definition uses.
+    """Return the column that the definition of a group refers to.
 
     >>> column_of("sex"), column_of("age >= 75")
     ('sex', 'age')
@@ -38,15 +38,17 @@ def column_of(group: str) -> str:
 
 
 def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
-    """Return the rows of each group, bool ``[N]`` by group name. A row without a level belongs to no group.
+    """Return the rows of each group as a bool mask ``[N]``, keyed by name of the group.
+
+    Rows without a value belong to no group.
 
     Args:
-        data: data set with kept columns.
-        choices: column whose levels are the groups, or a threshold such as ``age>=75``, which splits the rows into two
+        data: data set with the columns that were kept.
+        choices: columns whose levels are groups, or thresholds such as ``age>=75``, which divide the rows into two
             groups.
 
     Raises:
-        ConfigError: the column was not kept, has too many levels, or contains no numbers.
+        ConfigError: a column was not kept, has too many levels, or contains no numbers.
     """
     groups: dict[str, Tensor] = {}
     for choice in choices:
@@ -79,14 +81,14 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
 
 
 def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the choice and name of each group, in an order that depends only on the agreed levels.
+    """Return the choice and the name of each group, in an order that only depends on the agreed levels.
 
     Args:
         choices: columns or thresholds, as in `groups_of`.
-        levels: agreed levels of each column that has levels.
+        levels: agreed levels of all columns that have levels.
 
     Raises:
-        ConfigError: a choice without a threshold has no agreed levels.
+        ConfigError: no levels were agreed for a column without a threshold.
     """
     names = []
     for choice in choices:
@@ -104,21 +106,21 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
 
 
 def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
-    """Return which groups a site may publish, so that no set with fewer rows than agreed can be derived.
+    """Return for which groups a site may publish results without revealing a set of rows that is too small.
 
-    The site publishes sums over the rows of each group, and over all rows. A set of rows can be derived if its
-    indicator is a linear combination of the published indicators. This is the audit of cell suppression (L. H. Cox,
-    "Suppression methodology and statistical disclosure control", JASA 1980). The following sets must not be derivable
-    if they are too small: suppressed groups, the rows outside all groups of a choice, the rows in two groups, the rows
-    in one group but not in another, and rows that are equal with respect to every group. Groups without rows count as
-    published, because their sums are zero.
+    A site publishes sums over all rows and over the rows of each published group. The sum over a set of rows can then
+    be derived if the indicator of the set is a linear combination of the published indicators. This corresponds to the
+    audit in cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure control", JASA 1980). It
+    must not be possible to derive any of the following sets if they are too small: groups that are not published, rows
+    outside all groups of a choice, rows in two groups, rows in one group but not in another, and rows that are in the
+    same groups. Groups without rows may be published, because their sums are zero.
 
     Args:
-        members: rows of each group, ``[G, N]`` bool.
-        choice: number of each group's choice. Groups of the same choice have no rows in common.
-        counts: ``[N, q]``, 1 for every row, and 1 in each kind of row that requires a minimum number, such as its
-            class.
-        least: smallest number of rows of each kind in a set.
+        members: bool mask of the rows in each group, ``[G, N]``.
+        choice: index of the choice to which each group belongs. Groups of the same choice must not share rows.
+        counts: ``[N, q]``, with 1 for every row in the first column, and 1 in each other column if the row is of a kind
+            that needs a minimum number, such as a class.
+        least: minimum number of rows of each kind in a set.
     """
     is_open = [not bool(group.any()) or enough(counts[group].sum(0), least) for group in members]
     patterns, place = members.T.unique(dim=0, return_inverse=True)
@@ -143,27 +145,28 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
 
 
 def subjects_of(data: Dataset) -> Tensor | None:
-    """Return the subject ``[N]`` of each row, numbered from 0. None if subjects are unknown."""
+    """Return the subject ``[N]`` of each row as a number from 0. Return None if subjects are unknown."""
     design = data.design
     return None if design is None or design.subject is None else torch.from_numpy(design.units)
 
 
 def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
-    """Return 1 for each row, and 1 in each kind of row with a minimum count: a class, events, or a label.
+    """Return 1 for each row, and 1 for each kind (class, event or label) to which the row belongs.
 
-    Rows with a label and rows without the label are two kinds.
+    Rows with a label and rows without this label are two different kinds.
 
-    If subjects are known, a row counts as its fraction of the subject's rows of that kind, so a sum over rows is at
-    most the number of subjects.
+    If subjects are known, each row counts as a fraction of its subject's rows of that kind, so that a sum over rows is
+    at most the number of subjects.
 
-    The published results of a group contain the numbers of rows and of correct predictions for each class. A class
-    without rows in the group is also a kind, because the results show that no patient in the group belongs to it.
+    The published results of a group contain the numbers of rows and of correct predictions per class. A class without
+    rows in the group is a kind, too, because the results would show that no patient in the group belongs to it.
 
     Args:
         task: task of the data.
-        y: targets ``[N]``, ``[N, k]`` if they are numbers, or ``[N, L]`` for sequences, with -1 for no label.
-        outputs: number of outputs of a model for these data. With several classes, there is one output per class.
-        units: subject ``[N]`` of each row, numbered from 0. None: each row is a separate subject.
+        y: targets, which are classes ``[N]``, numbers ``[N, k]``, or labels of sequences ``[N, L]`` with -1 for
+            positions without a label.
+        outputs: number of outputs of a model for these data. If there are several classes, this is one per class.
+        units: subject ``[N]`` of each row as a number from 0. None if each row is a subject of its own.
 
     Returns:
         Values from 0 to 1, float64 ``[N, q]``.
@@ -184,18 +187,21 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
 
 
 def enough(counts: Tensor, least: int) -> bool:
-    """Return True if every kind has enough rows. Fractions of a subject's rows may differ from 1 by rounding errors."""
+    """Return True if there are enough rows of every kind.
+
+    Sums of a subject's fractions may differ from 1 by rounding errors.
+    """
     return bool((counts >= least - ROUNDING_TOLERANCE).all())
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
-    """Return True if a set of rows is a linear combination of the sets in a basis."""
+    """Return True if the indicator of a set of rows is a linear combination of those in a basis."""
     solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
     return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
 
 
 def keeping(source: Source, groups: Sequence[str]) -> Source:
-    """Return the source, changed to keep the columns of the groups.
+    """Return the source with an option that keeps the columns of these groups.
 
     Raises:
         ConfigError: the source is not a table.
@@ -217,10 +223,10 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
 
 
 def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
-    """Return a data set whose rows can be grouped by these columns, which may also be features.
+    """Return a data set that also keeps these columns for grouping, even if they are features.
 
     Raises:
-        ConfigError: the data set does not contain such a column.
+        ConfigError: the data set has no such column.
     """
     table, raw = data.prepare, data.x
     if data.fitted is not None:
@@ -243,10 +249,10 @@ def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
 
 
 def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
-    """Return the rows of the two groups of a choice, each as bool ``[N]``.
+    """Return the rows of the two groups of a choice as bool masks ``[N]``.
 
     Raises:
-        ConfigError: the column was not kept, or does not form exactly two groups.
+        ConfigError: the column was not kept, or does not define exactly two groups.
     """
     groups = groups_of(data, [choice])
     if len(groups) != 2:

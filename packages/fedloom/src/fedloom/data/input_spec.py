@@ -1,4 +1,4 @@
-"""InputSpec: facts about the training data that a model needs to accept new samples and to reject unsuitable ones."""
+"""InputSpec: what must be known about the training data to prepare new samples for a model, or to reject them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partitions.changes import prepared
 from fedloom.data.partitions.deal import Dealt
 from fedloom.data.partitions.parts import cut_parts
-from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
+from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
@@ -27,19 +27,22 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
-"""Facts about a sample that a server and its sites compare."""
+"""Facts about samples that must be the same at a server and its sites."""
 NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
-"""Advice for samples that do not come from a table."""
+"""Advice for users whose samples are not in a table."""
 
 
 def compared(data: InputSpec | Dataset) -> dict[str, Any]:
-    """Return the `COMPARED_FACTS` of the data as JSON values."""
+    """Return the `COMPARED_FACTS` of the data as values that JSON can represent."""
     values = {name: getattr(data, name) for name in COMPARED_FACTS}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 class InputSpec(Value):
-    """Shape, classes, scaling and columns of a data set. It contains no samples."""
+    """Shape, classes, scaling and columns of a data set, without any samples.
+
+    It describes the training data of a model.
+    """
 
     shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
@@ -50,6 +53,11 @@ class InputSpec(Value):
     pixels: bool = Field(
         False,
         description="true if samples were stored as bytes and divided by 255. Otherwise they are unchanged floats",
+    )
+    integers: bool | None = Field(
+        None,
+        description="true if images were given as integers or booleans, false if they were given as floats. None: "
+        "unknown, or the samples are no images",
     )
     mean: tuple[float, ...] | None = Field(
         None, description="number subtracted from samples: one per channel, or one for all channels"
@@ -67,7 +75,7 @@ class InputSpec(Value):
 
     @classmethod
     def create(cls, data: Dataset) -> InputSpec:
-        """Return the facts about a federation's data."""
+        """Return the description of a federation's data."""
         return cls(
             shape=data.shape,
             task=data.task,
@@ -76,6 +84,7 @@ class InputSpec(Value):
             centre=data.centre,
             unit=data.unit,
             pixels=came_as_bytes(data),
+            integers=came_as_integers(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -85,7 +94,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """Return the facts about future data, given an agreement."""
+        """Return the description of data that sites will read according to an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -99,24 +108,24 @@ class InputSpec(Value):
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
-        """Size of the vocabulary, like `Dataset.tokens`."""
+        """Size of the vocabulary and `each`, as in `Dataset.tokens`."""
         return (len(self.vocabulary), self.each) if self.vocabulary or self.each else None
 
     @property
     def outputs(self) -> int:
-        """Number of outputs, like `Dataset.outputs`."""
+        """Number of outputs of a model, as in `Dataset.outputs`."""
         return {"classification": len(self.classes)}.get(
             self.task, self.targets if self.task in ("multilabel", "regression") else 1
         )
 
     @property
     def positions(self) -> int:
-        """Number of labels of a sample that has one label per token, time step or pixel."""
+        """Number of labels per sample, if each token, time step or pixel has one."""
         return self.shape[0] if self.vocabulary or len(self.shape) < 3 else math.prod(self.shape[1:])
 
     @property
     def classed(self) -> bool:
-        """True if targets are classes, like `Dataset.classed`."""
+        """True if targets are classes, as in `Dataset.classed`."""
         return self.task in CLASS_TASKS
 
     @property
@@ -131,10 +140,10 @@ class InputSpec(Value):
 
     @default_to_cpu()
     def labelled(self, data: Any) -> Dataset:
-        """Return a data set of samples with targets. The task and vocabulary of the old data are kept.
+        """Create a data set from samples with targets. It has the task and vocabulary of the training data.
 
         Raises:
-            DataError: the samples do not form a data set, or the data are a table without column names.
+            DataError: the samples do not form a data set, or are a table instead of a data set.
         """
         if isinstance(data, Dataset):
             return data
@@ -147,13 +156,13 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Return new data expressed like the old data: classes and columns matched by name, and the same scaling.
+        """Return new data in the form of the training data: classes and columns are matched by name, and scaled alike.
 
         Args:
-            data: data set from any source. Labels may cover only some of the known classes.
+            data: data set from any source. It does not need to contain all classes.
 
         Raises:
-            DataError: classes, columns, shape or range of values differ, or samples change at random.
+            DataError: classes, columns, the shape or the range of values do not match, or samples change at random.
         """
         data.refuse_random("a trained model")
         return Dataset(
@@ -175,10 +184,10 @@ class InputSpec(Value):
 
     @default_to_cpu()
     def raw(self, data: Dataset) -> Tensor:
-        """Return the samples of new data, without labels: raw columns ``[N, p]`` of a table, otherwise ``[N, *shape]``.
+        """Return the samples of new data without labels, as raw columns ``[N, p]`` of a table or as ``[N, *shape]``.
 
         Raises:
-            DataError: columns, shape, or range of values differ.
+            DataError: columns, the shape or the range of values do not match.
         """
         if self.table is not None:
             return self._columns(self.table, data)
@@ -194,18 +203,18 @@ class InputSpec(Value):
         return self.samples(x, data.name, data.original_dtype)
 
     def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
-        """Return checked samples ``[N, *shape]`` that do not come from a table.
+        """Check samples that do not come from a table, and return them as ``[N, *shape]``.
 
-        A model trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are used
-        unchanged. A model trained on floats uses floats unchanged.
+        A model that was trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are not
+        changed. A model that was trained on floats accepts floats, which are not changed, and no images of integers.
 
         Args:
-            x: bytes, floats, or tokens.
-            name: name used in messages.
-            original_dtype: as `Dataset.original_dtype`.
+            x: bytes, floats or tokens.
+            name: name of the data in messages.
+            original_dtype: original type, as in `Dataset.original_dtype`.
 
         Raises:
-            DataError: shape, type or range of values differ. The message states the expected input.
+            DataError: the shape, type or range of values does not match. The message states what is expected.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -215,12 +224,11 @@ class InputSpec(Value):
                 )
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
-            last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
-                + (". The channels are last: pass numpy.moveaxis(x, -1, 1)" if last else "")
+                + _cure_of_shape(tuple(x.shape), self.shape)
             )
-        refuse_other_numbers(x, name, self.pixels, original_dtype)
+        refuse_other_numbers(x, name, self.pixels, original_dtype, integers=self.integers)
         return x
 
     def _targets(self, data: Dataset) -> Tensor:
@@ -263,7 +271,7 @@ class InputSpec(Value):
         return code[data.y]
 
     def _columns(self, table: Table, data: Dataset) -> Tensor:
-        """Return raw columns ``[N, p]`` in the order of the old data, with levels as their old codes."""
+        """Return raw columns ``[N, p]`` in the order of the training data, with the codes of levels used there."""
         wanted = [c.name for c in table.columns]
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
@@ -280,15 +288,16 @@ class InputSpec(Value):
 
 
 def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
-    """Return a federation with one client that has all samples. Tables are scaled on the client's training part.
+    """Return a federation in which a single client has all samples. Tables are scaled with the client's training part.
 
     Args:
         data: result of `InputSpec.take`.
-        holdout: share of the samples in the test part, in [0, 1). At least one sample of each class stays in training.
+        holdout: fraction of the samples in the test part, in [0, 1). At least one sample of each class stays in the
+            training part.
         seed: seed of the split.
 
     Raises:
-        ConfigError: holdout is out of range.
+        ConfigError: ``holdout`` is out of range.
     """
     if not has_type(holdout, int, float) or not 0 <= holdout < 1:
         raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
@@ -302,7 +311,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
-    """Return a column's values encoded like the old data."""
+    """Return a column's values with the codes of levels used in the training data."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(
@@ -322,6 +331,20 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
         )
     code = torch.tensor([old.names.index(level) for level in new.names], dtype=values.dtype)
     return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])
+
+
+def _cure_of_shape(got: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Return advice for samples of shape ``got``, with their number first, or "" if other samples are needed."""
+    images = len(shape) == 3
+    if images and (got[3:], got[1:3]) == (shape[:1], shape[1:]):
+        return ". The channels are last: pass numpy.moveaxis(x, -1, 1)"
+    if images and len(got) == 4 and got[2:] == shape[1:] and shape[0] in (1, 3):
+        return f". Convert the pictures: picture.convert({'L' if shape[0] == 1 else 'RGB'!r})"
+    if got in (shape, shape[1:]):
+        return ". This looks like a single sample: pass x[None]"
+    if math.prod(got[1:]) == math.prod(shape):
+        return f". If the order of the values is the same, pass x.reshape(-1, {', '.join(map(str, shape))})"
+    return ""
 
 
 def _text(shape: tuple[int, ...]) -> str:

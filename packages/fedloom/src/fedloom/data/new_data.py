@@ -1,4 +1,4 @@
-"""NewData: files and data sets that appear after a run, read with those options of the run that still apply."""
+"""NewData: reading of files and data sets that appear after a run, with those options of the run that still apply."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of
 
 DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
-"""Options that are detected again for each file, unless the run set a different value."""
+"""Options that are detected for each file, unless the run used a value other than these."""
 FILE_OPTIONS = ("header", "skip", "encoding", "sheet", "labels", "catalog")
-"""Options for the layout of a file, which do not apply to a file in a different format."""
+"""Options for the layout of a file, which do not apply to files in another format."""
 FIXED_TABLE_OPTIONS = (
     "agreement",
     "categorical",
@@ -38,11 +38,11 @@ FIXED_TABLE_OPTIONS = (
     "unit",
     "scale",
 )
-"""Table options that a trained model determines."""
+"""Options of a table that are determined by a trained model."""
 
 
 def client_column_of(conversion: Mapping[str, Any]) -> str | None:
-    """Return the client column in the options of a run's data, or None if the options do not name a client column.
+    """Return the name of the client column from the options of a run's data, or None if they name no such column.
 
     Earlier versions called this option ``users``.
     """
@@ -51,7 +51,7 @@ def client_column_of(conversion: Mapping[str, Any]) -> str | None:
 
 
 class NewData(NamedTuple):
-    """Options for reading new data.
+    """Reader of new data with the options of a run.
 
     options: table ``[data]`` of the run.
     """
@@ -65,10 +65,10 @@ class NewData(NamedTuple):
         return factors
 
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Return new labeled data expressed like the old data: columns are matched by name, and others are ignored.
+        """Read new data with labels, whose columns are matched by name to those of the training data.
 
         Args:
-            facts: facts about the training data of the models.
+            facts: description of the models' training data.
             data: name or path, as in ``[data] source``.
             data_dir: folder of data sets.
 
@@ -86,9 +86,9 @@ class NewData(NamedTuple):
     def rows(
         self, facts: InputSpec, data: object, data_dir: str | Path | None = None, keep: Sequence[str] = ()
     ) -> NewRows:
-        """Return rows without labels, read from a file or taken from memory.
+        """Read rows without labels from a file, or take them from memory.
 
-        The arguments and errors are the same as for `labelled` and `new_rows`.
+        Arguments and errors are the same as in `labelled` and `new_rows`.
         """
         users, factors = client_column_of(self.options), self.factors
         if not isinstance(data, str | Path):
@@ -112,7 +112,7 @@ class NewData(NamedTuple):
             return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
-        """Return the reader of new data, with those options of the run that apply to the new data."""
+        """Return a source for new data with those options of the run that apply to them."""
         options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
         name = self.options.get("source", "")
         named = SOURCES.get(name)

@@ -1,4 +1,4 @@
-"""Rows without labels, expressed like a model's training data."""
+"""Rows without labels in the form of a model's training data."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from fedloom.data.sources.table.levels import Factors, agreed_columns, factors_b
 from fedloom.data.sources.table.reading import Raw
 from fedloom.data.tables import level
 from fedloom.data.text import UNKNOWN_TOKEN, encoded
-from fedloom.errors import DataError, NoSamples
+from fedloom.errors import DataError, NoSamples, write_singular
 
 REPAIR_HINT = "repair the cell, or train with impute = true, which fills missing cells"
 
 
 class NewRows(NamedTuple):
-    """Rows to predict.
+    """Rows for which predictions are requested.
 
     Attributes:
-        x: raw table columns ``[N, p]`` float64, in the order of training, with levels as codes and NaN for missing
-            cells. Otherwise samples ``[N, *shape]``.
-        sites: owner of each row, read from a column. None without an owner column.
-        notes: sentences about cells that were filled.
-        files: file of each row, if each row is stored in its own file.
-        kept: columns that accompany the predictions, by name, as text.
+        x: raw columns of a table ``[N, p]`` (float64) in the order of the training data, with codes for levels and NaN
+            for missing cells. If the data are not a table, samples ``[N, *shape]``.
+        sites: client of each row, read from a column. None if no column names the clients.
+        notes: notes on cells that were filled.
+        files: file of each row, if each row has a file of its own.
+        kept: columns that are written next to the predictions, as text, keyed by name.
     """
 
     x: Tensor
@@ -56,25 +56,26 @@ def new_rows(
     keep: Sequence[str] = (),
     days_since: Mapping[str, str] | None = None,
 ) -> NewRows:
-    """Return rows without labels in the form that a model needs: columns by name, levels as their old codes.
+    """Return rows without labels as a model needs them: columns are matched by name, and levels become codes.
 
     Args:
-        facts: facts about the model's training data.
-        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas, pyarrow or polars table,
-            columns by name, or an array ``[N, *shape]``. For a table without text, an array of its columns. For a model
-            of sequences, texts or tokens ``[N, length]``. Columns that the model does not know are ignored. Samples may
-            also be a list of arrays, tensors or pictures, a torch data set, or a data set of the hub: see
-            `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`.
-        name: name used in messages.
-        users: column that names the client of each row.
+        facts: description of the model's training data.
+        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas, pyarrow or polars table, a dict
+            of columns, or an array ``[N, *shape]``. A table without text may also be an array of its columns. A model
+            of sequences accepts texts or tokens ``[N, length]``. Columns that the model does not use are ignored.
+            Samples may also be a list of arrays, tensors or pictures, a torch data set, or a data set from the hub (see
+            `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`).
+        name: name of the data in messages.
+        users: column that contains the client of each row, or None.
         factors: factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`).
-        keep: columns of a table that are included in the result, such as a patient number.
-        days_since: date columns, each with the column or date from which its days are counted. It must not be set for
+        keep: columns of a table that are added to the result, such as a patient number.
+        days_since: date columns, each with the column or date from which its days are counted. It must not be used for
             an open table.
 
     Raises:
-        DataError: columns do not exist, the shape differs, or numeric columns contain text. Also raised, without
-            imputation, for missing cells and unknown levels. A single message lists all of them.
+        DataError: columns are missing, the shape does not match, numeric columns contain text, or cells are
+            missing or levels are unknown, and the model was trained without imputation. A single message lists all
+            problems.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}. Read the file first")
@@ -119,7 +120,7 @@ def _replace_dates(
     days_since: Mapping[str, str] | None,
     facts: InputSpec,
 ) -> Iterator[Piece]:
-    """Yield cells in which dates are replaced by days, as in training."""
+    """Replace dates in cells by numbers of days, as for training."""
     if not days_since or facts.table is None:
         return cells
     check_dates(days_since, names, problems.where)
@@ -174,11 +175,11 @@ def _read_columns(
     ]
     x = torch.from_numpy(np.stack(list(columns.values()), 1))
     notes += [] if users in names else unapplied(factors or {}, users, None)
-    return NewRows(x, sites if users in names else None, tuple(notes), kept=kept)
+    return NewRows(x, sites if users in names else None, tuple(map(write_singular, notes)), kept=kept)
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
-    """Return texts ``[N]`` or tokens ``[N, length]`` as new rows."""
+    """Return texts ``[N]`` or tokens ``[N, length]`` as rows for a model of sequences."""
     if rows.dtype.kind != "U":
         wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
         if wide.ndim != 2:
@@ -191,7 +192,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
     note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
-    return NewRows(x.long(), notes=(note,) if strange else ())
+    return NewRows(x.long(), notes=(write_singular(note),) if strange else ())
 
 
 def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:

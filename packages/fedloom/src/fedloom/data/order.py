@@ -1,4 +1,4 @@
-"""Order in which a client's steps use its samples."""
+"""Order in which a client uses its samples for training steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from fedloom.seeds import Purpose, generator, states
 def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | None) -> Tensor:
     """Return the positions of the samples in one client's batches.
 
-    Every epoch is a new permutation that is cut into ceil(size / batch_size) batches. The last batch may be shorter.
-    The batches depend only on (size, batch_size, gen), so taking more steps does not change the first batches.
+    Each epoch is a new permutation that is divided into ceil(size / batch_size) batches. The last batch of an epoch may
+    be shorter. The batches depend only on (size, batch_size, gen), so a larger number of steps does not change the
+    first batches.
 
     Args:
-        size: client's number of samples, >= 1.
-        batch_size: number of samples per step, >= 1. None means the full batch (in order, without a random draw).
-        steps: number of steps, >= 0.
-        gen: generator for (seed, round, client, purpose). A full batch needs no generator.
+        size: number of the client's samples, at least 1.
+        batch_size: number of samples per step, at least 1. None for full batches, whose samples are in order.
+        steps: number of steps, at least 0.
+        gen: random generator for (seed, round, client, purpose). Full batches need no generator.
 
     Returns:
-        positions [steps, batch_size] int64 in 0..size-1. -1 pads short batches.
+        Positions [steps, batch_size] (int64) from 0 to size - 1, with -1 as padding of short batches.
 
     >>> from fedloom.seeds import generator
     >>> plan(3, 2, 3, generator(0)).shape
@@ -47,12 +48,12 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""Number of samples from which on PyTorch draws an order by a different algorithm."""
+"""Minimum number of samples for which PyTorch uses a different algorithm for permutations."""
 
 
 @cache
 def matches_torch() -> bool:
-    """Return True if `plans` draws like the installed PyTorch, even beyond the words that a generator stores."""
+    """Return True if `plans` draws the same permutations as PyTorch, even beyond the words that a generator stores."""
     size, one = 700, torch.tensor([1])
     return torch.equal(plans(size * one, size, one, 0, 0, [0], "")[0], plan(size, size, 1, generator(0, 0, 0, "")))
 
@@ -60,21 +61,22 @@ def matches_torch() -> bool:
 def plans(
     sizes: Tensor, batch_size: int, steps: Tensor, seed: int, round: int, clients: Sequence[int], purpose: Purpose
 ) -> Tensor:
-    """Return the batches of many clients from one compiled loop: each client's `plan`, as wide as the largest.
+    """Return the batches of many clients, drawn by one compiled loop: each client's `plan`, padded to the same width.
 
-    The result is valid if `matches_torch` is True and every client has fewer than `MAX_PERMUTATION_SAMPLES` samples.
+    The result is valid only if `matches_torch` is True and every client has fewer than `MAX_PERMUTATION_SAMPLES`
+    samples.
 
     Args:
-        sizes: number of samples of each client ``[m]``, >= 1.
-        batch_size: number of samples per step, >= 1.
+        sizes: number of samples of each client ``[m]``, at least 1.
+        batch_size: number of samples per step, at least 1.
         steps: number of steps of each client ``[m]``.
-        seed: seed that, together with the next three arguments, identifies the generators.
-        round: round of the run.
+        seed: seed that identifies the random generators, together with the next three arguments.
+        round: number of the round.
         clients: ids of the clients.
-        purpose: purpose of the draws.
+        purpose: purpose of the random draws.
 
     Returns:
-        positions ``[most steps, m, b]``, where b is at most ``batch_size``. -1 pads.
+        Positions ``[most steps, m, b]``, where b is at most ``batch_size``, with -1 as padding.
     """
     from fedloom import kernels
 

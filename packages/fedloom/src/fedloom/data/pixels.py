@@ -1,4 +1,4 @@
-"""Bytes and floats: which numbers a model accepts, depending on its training data."""
+"""Bytes and floats: which numbers a model accepts, given the type of its training data."""
 
 from __future__ import annotations
 
@@ -9,35 +9,46 @@ from fedloom.data.dataset import Dataset
 from fedloom.errors import DataError
 
 FLOAT_TYPE_PREFIXES = ("float", "bfloat")
-"""Name prefixes of types that can store fractions."""
+"""Prefixes of the names of types that can represent fractions."""
 ROUNDING_TOLERANCE = 1e-3
-"""Largest excess of floats beyond the range 0 to 1 for which the error suggests clipping.
+"""Maximum amount by which floats may exceed the range from 0 to 1 for the message to suggest clipping.
 
-The excess is 1e-7 for a resized image. A quarter of a gray level is 1e-3. The excess is 1 for normalized samples.
+The values of a resized image exceed the range by about 1e-7, and those of normalized samples by about 1. The limit is a
+quarter of a gray level.
 """
 
 
 def came_as_bytes(data: Dataset) -> bool:
-    """Return True if the features of a data set were given as bytes."""
+    """Return True if the features of a data set were originally bytes."""
     return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
 
 
-def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str = "") -> None:
-    """Raise if samples differ in number type or range from the numbers that a model accepts.
+def came_as_integers(data: Dataset) -> bool | None:
+    """Return True if images were given as integers other than bytes, False if they were floats, None without images."""
+    if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
+        return None
+    return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)
+
+
+def refuse_other_numbers(
+    x: Tensor, name: str, pixels: bool, original_dtype: str = "", integers: bool | None = None
+) -> None:
+    """Raise an error if the type or range of samples does not match what a model accepts.
 
     Args:
         x: samples ``[N, ...]``.
-        name: name used in messages.
+        name: name of the data in messages.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
-            from 0 to 1, which are used unchanged. All other models use floats unchanged. A model trained on floats
-            treats integers and booleans as floats, as in training. For a model trained on bytes, the meaning of
-            integers and booleans is ambiguous.
-        original_dtype: as `Dataset.original_dtype`.
+            from 0 to 1, which are not changed. All other models accept floats, which are not changed. A model that was
+            trained on bytes accepts no integers and booleans, because their meaning would be ambiguous.
+        original_dtype: original type, as in `Dataset.original_dtype`.
+        integers: False if the model was trained on images of floats. Such a model accepts no integers and booleans
+            either, because they may have any scale. For other models, they become floats as in training.
 
     Raises:
-        DataError: the numbers differ in type or range, or are NaN or Inf. The message states the expected input.
+        DataError: the type or range does not match, or values are NaN or Inf. The message states what is expected.
     """
-    dtype = original_dtype or str(x.dtype).removeprefix("torch.")
+    dtype = _dtype_name(x, original_dtype)
     odd = ~x.isfinite().flatten(1).all(1)
     if bool(odd.any()):
         raise DataError(
@@ -46,11 +57,14 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
     if not len(x) or (dtype == "uint8" and pixels):
         return
     low, high = float(x.min()), float(x.max())
-    if dtype == "uint8":
+    if dtype == "uint8" or (integers is False and not dtype.startswith(FLOAT_TYPE_PREFIXES)):
+        shown, one, large = {
+            "uint8": ("bytes (uint8)", "x / 255", "x.astype('float32') if they were from 0 to 255"),
+            "bool": ("bool", "x.astype('float32')", "x.astype('float32') * 255 if they were from 0 to 255"),
+        }.get(dtype, (dtype, "x divided by its largest possible value", "x.astype('float32') if they were as large"))
         raise DataError(
-            f"{name}: samples are bytes (uint8), but the model was trained on floats without scaling. "
-            "Convert the samples as for training: x / 255 if the floats were from 0 to 1, "
-            "x.astype('float32') if they were from 0 to 255"
+            f"{name}: samples are {shown}, but the model was trained on {'integers' if integers else 'floats'} without "
+            f"scaling. Convert the samples as for training: {one} if the floats were from 0 to 1, {large}"
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):
         raise DataError(
@@ -61,7 +75,7 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
 
 
 def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
-    """Return advice for samples that are neither bytes nor floats from 0 to 1, for a model trained on bytes."""
+    """Return advice on samples that are neither bytes nor floats from 0 to 1, for a model that was trained on bytes."""
     if dtype == "bool":
         return "pass x.astype('float32'), in which True is white, or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):
@@ -73,3 +87,7 @@ def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
     if low >= 0 and not dtype.startswith(FLOAT_TYPE_PREFIXES):
         return "pass floats: x divided by the largest possible value of a pixel, such as x / 65535"
     return "pass the samples before normalization, as bytes or as floats from 0 to 1. The model scales the samples"
+
+
+def _dtype_name(x: Tensor, original_dtype: str) -> str:
+    return original_dtype or str(x.dtype).removeprefix("torch.")

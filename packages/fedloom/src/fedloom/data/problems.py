@@ -1,6 +1,7 @@
-"""Synthetic problems with known answers, in which all clients have the same number of samples.
+"""Synthetic problems with known solutions, in which all clients have the same number of samples.
 
-The mean over clients therefore equals the mean over samples. The tests contain the answers and check them.
+The mean over clients is therefore also the mean over samples. The solutions are contained in the tests, which check
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Floats = NDArray[np.float64]
 
 
 class _Equal(Source):
-    """Base class of the problems: clients of equal size, and a data set of their features and targets."""
+    """Base class of the problems, which creates clients of equal size from features and targets."""
 
     clients: int = Field(default=10, ge=1, description="number of clients m")
     samples: int = Field(default=20, ge=1, description="N, number of samples per client")
@@ -28,7 +29,7 @@ class _Equal(Source):
     seed: int = Field(default=0, ge=0, description="seed of the problem")
 
     def _dataset(self, name: str, x: Floats, y: Floats, task: Task = "regression") -> Dataset:
-        """Return x [m, N, d] and y [m, N, k] as one data set whose users are the clients."""
+        """Return features x [m, N, d] and targets y [m, N, k] as one data set whose users are the clients."""
         flat = torch.from_numpy(x.reshape(-1, x.shape[-1]))
         users = torch.arange(self.clients).repeat_interleave(self.samples)
         target = torch.from_numpy(y.reshape(len(flat), -1))
@@ -44,14 +45,14 @@ class _Equal(Source):
 
 
 class LinearRegression(_Equal):
-    """Federated linear regression of FLAME, section V-D and appendix B: y = X_i theta_i + z, X_i' X_i = N b I.
+    """Federated linear regression of FLAME, section V-D and appendix B: y = X_i theta_i + z with X_i' X_i = N b I.
 
-    After one round of exact steps from 0, client i sends q * (least squares solution), where q = 1 for pFedMe and
-    Ditto. The last `malicious` clients attack with strength gamma. Corrections to the paper: the variance of the least
-    squares solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161 is over benign clients,
-    and the thresholds in Proposition 2 are the derived minimizers of the losses (the printed thresholds lack a norm).
-    Proposition 3 holds if all theta_i have the same length (`equal_length`), which its proof requires. Otherwise, it
-    can fail.
+    After one round of exact steps from 0, client i sends q times its least squares solution, where q = 1 for pFedMe and
+    Ditto. The last `malicious` clients are attackers with strength gamma. The paper is corrected as follows: the
+    variance of the least squares solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161
+    is over benign clients, and the thresholds in Proposition 2 are the derived minimizers of the losses (the printed
+    ones lack a norm). Proposition 3 holds if all theta_i have the same length (`equal_length`), which its proof
+    requires. Otherwise, it may not hold.
     """
 
     b: float = Field(default=1.0, gt=0, description="scale of the features b")
@@ -68,7 +69,7 @@ class LinearRegression(_Equal):
         return self
 
     def truth(self) -> tuple[Floats, Floats]:
-        """Return the true theta ``[m, d]`` and the features X ``[m, N, d]``."""
+        """Return the true parameters theta ``[m, d]`` and the features X ``[m, N, d]``."""
         rng = numpy_generator(self.seed, purpose="linear regression")
         theta = 1 + self.spread * rng.standard_normal((self.clients, self.features))
         if self.equal_length:
@@ -77,13 +78,13 @@ class LinearRegression(_Equal):
         return theta, basis * np.sqrt(self.samples * self.b)
 
     def targets(self, draw: int) -> Floats:
-        """Return observations y [m, N] with one draw of the noise."""
+        """Return targets y [m, N] with one random draw of the noise."""
         theta, x = self.truth()
         noise = numpy_generator(self.seed, draw, purpose="linear noise").standard_normal(x.shape[:2])
         return np.asarray(np.einsum("mnd,md->mn", x, theta) + self.sigma * noise)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the first draw as a float64 data set whose users are the clients."""
+        """Return a float64 data set with the first draw of the noise, whose users are the clients."""
         return self._dataset("linear-regression", self.truth()[1], self.targets(0))
 
 
@@ -96,7 +97,7 @@ class SparseLogistic(_Equal):
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return a binary float64 task whose users are the clients."""
+        """Return a binary task with float64 features, whose users are the clients."""
         rng = numpy_generator(self.seed, purpose="sparse logistic")
         shift = self.spread * rng.standard_normal((self.clients, 1, self.features))
         x = shift + rng.standard_normal((self.clients, self.samples, self.features))
@@ -107,7 +108,7 @@ class SparseLogistic(_Equal):
 
 
 class LowRank(_Equal):
-    """Low-rank matrix regression: mean squared error + penalty * ||W||_*. y = W x + noise, where W has low rank."""
+    """Low-rank matrix regression: mean squared error + penalty * ||W||_*, where y = W x + noise and W has low rank."""
 
     samples: int = Field(default=50, ge=1, description="N, number of samples per client")
     features: int = Field(default=12, ge=1, description="features")
@@ -118,7 +119,7 @@ class LowRank(_Equal):
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return a float64 regression whose users are the clients."""
+        """Return a float64 regression task, whose users are the clients."""
         rng = numpy_generator(self.seed, purpose="low rank")
         shift = self.spread * rng.standard_normal((self.clients, 1, self.features))
         x = shift + rng.standard_normal((self.clients, self.samples, self.features))

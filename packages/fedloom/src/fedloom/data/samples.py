@@ -1,4 +1,4 @@
-"""Arrays built from individual samples of torch data sets, lists and the Hugging Face hub."""
+"""Conversion of individual samples (from torch data sets, lists and the Hugging Face hub) to arrays."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FEATURE_TARGET_NAMES = (
     ("features", "target"),
     ("pixel_values", "labels"),
 )
-"""Names of features and targets in dictionaries and NPZ files."""
+"""Names under which dictionaries and NPZ files contain features and targets."""
 
 
 TARGET_READINGS = 8
-"""Number of times that some samples are read to check that their targets do not change."""
+"""Number of times that a few samples are read to check that their targets do not change."""
 
 
 class Stack(NamedTuple):
@@ -40,9 +40,9 @@ class Stack(NamedTuple):
     Attributes:
         x: features ``[N, ...]``, bytes or float32.
         y: targets in their original form.
-        dtype: numpy name of the first sample's type.
-        pictures: True if samples were pictures whose channels have been moved to the first axis.
-        reader: function that reads the samples again, with different random changes. None: samples do not change.
+        dtype: numpy name of the type of the first sample.
+        pictures: True if samples were pictures, whose channels have been moved to the first axis.
+        reader: function that reads samples again with new random changes. None if samples do not change.
     """
 
     x: NDArray[Any]
@@ -53,23 +53,23 @@ class Stack(NamedTuple):
 
 
 def find_pair(obj: Any) -> tuple[Any, Any] | None:
-    """Return the features and targets that a dictionary contains under known names.
+    """Return the features and targets that a dictionary contains under one of the known pairs of names.
 
-    The result is None if the dictionary does not contain such a pair.
+    Return None if there is no such pair.
     """
     pairs = (pair for pair in FEATURE_TARGET_NAMES if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
     return next(((obj[x], obj[y]) for x, y in pairs), None)
 
 
 def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
-    """Return stacked features, of which no second copy is ever stored, and targets.
+    """Return samples as stacked features and a list of targets, without ever holding two copies of the features.
 
     Args:
-        samples: pairs of features and target.
-        name: name of the data set, used in messages.
+        samples: pairs of features and a target.
+        name: name of the data set in messages.
 
     Raises:
-        DataError: samples differ in shape or type, or are not numbers.
+        DataError: samples differ in their shape or type, or are not numbers.
         NoSamples: there are no samples.
     """
     x: GrowingRows | None = None
@@ -102,7 +102,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
 
 
 def _numbers(value: object) -> NDArray[Any]:
-    """Return one sample as an array, with channels first for a picture, and with colors instead of a palette."""
+    """Return a sample as an array. Pictures have the channels first, and colors instead of a palette."""
     array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
         array = array.transpose(2, 0, 1)
@@ -112,17 +112,18 @@ def _numbers(value: object) -> NDArray[Any]:
 def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
     """Return the stacked samples of a torch data set.
 
-    If samples change at random, return one draw, and a reader for more draws.
+    If samples change at random, return one version of them and a function that reads further versions.
 
     Args:
-        obj: data set whose samples are pairs (features, target), or, unless ``labelled`` is True, also features alone.
-        name: name used in messages.
-        labelled: True if every sample needs a target.
+        obj: data set whose samples are pairs (features, target), or also features alone if ``labelled`` is False.
+        name: name of the data set in messages.
+        labelled: True if each sample must have a target.
 
     Raises:
         ConfigError: the data set has no length.
-        DataError: a sample cannot be read, is not a pair, or its target, shape or type changes at random. Features may
-            change if samples can be read by position and only the global generators determine the changes.
+        DataError: a sample cannot be read or is not a pair, or its target, shape or type changes at random. Features
+            may change at random if samples can be read by position and the changes depend only on the global random
+            generators.
     """
 
     def pairs(places: Sequence[int] | None = None) -> Iterator[tuple[Any, Any]]:
@@ -156,7 +157,7 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
 
 
 def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = None) -> Iterator[Any]:
-    """Yield the samples of a user's data set, whose code may fail."""
+    """Yield the samples of a data set that a user wrote, whose code may raise errors."""
     count: Any = 0
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
         raise ConfigError(
@@ -177,17 +178,18 @@ def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = N
 def paired(
     samples: Iterable[object], name: str, labelled: bool = True, places: Sequence[int] | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the features and target of each sample.
+    """Yield pairs of features and target from samples in any accepted form.
 
     Args:
-        samples: tuples (features, target), or dictionaries that contain both under the names in `FEATURE_TARGET_NAMES`.
-        name: name used in messages.
-        labelled: True if every sample needs a target. Otherwise, features alone are accepted, and their target is 0.
-        places: numbers of the samples, used in messages. None: 0, 1, ...
+        samples: tuples (features, target), or dictionaries that contain both under names in `FEATURE_TARGET_NAMES`.
+        name: name of the data set in messages.
+        labelled: True if each sample must have a target. If it is False, features alone are accepted, too, and their
+            target is 0.
+        places: numbers of the samples in messages. None for 0, 1, ...
 
     Raises:
-        DataError: a sample has any other form. A list is also rejected, because two features would look like features
-            and a target.
+        DataError: a sample has another form. A list is rejected, too, because two features could be mistaken for
+            features and a target.
     """
     for k, entry in enumerate(samples):
         sample = find_pair(entry) or entry
@@ -207,17 +209,17 @@ def paired(
 
 
 def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, name: str) -> tuple[Stack, list[str]]:
-    """Return a feature column and a target column of a Hugging Face data set, stacked, and the owners.
+    """Return the stacked features and targets from two columns of a Hugging Face data set, and the client of each row.
 
     Args:
-        obj: the data set.
-        x_name: feature column.
-        y_name: target column. None: all targets are 0.
-        users: owner column. None: no owners.
-        name: name used in messages.
+        obj: Hugging Face data set.
+        x_name: column with the features.
+        y_name: column with the targets. None if all targets are 0.
+        users: column with the client of each row. None if there is no such column.
+        name: name of the data set in messages.
 
     Raises:
-        DataError: `stacked` rejects the samples, or a row differs when it is read again, for example because of
+        DataError: `stacked` rejects the samples, or a row changes when it is read again, for example because of
             ``set_transform``.
     """
     image = type(obj.features.get(x_name)).__name__ == "Image"  # decoded as [height, width, channels]
@@ -245,16 +247,17 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
 
 
 def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
-    """Return samples ``[N, ...]``, which need no targets, and the numpy name of their original type.
+    """Return samples ``[N, ...]`` that need no targets, and the numpy name of their original type.
 
     Args:
-        rows: an array or tensor. Also accepted: a list of samples, which are arrays, tensors or pictures. A torch data
-            set, whose targets are ignored. A data set of the hub with a column of arrays or pictures.
-        name: name used in messages.
+        rows: an array or tensor. A list of samples (arrays, tensors or pictures) is accepted, too. So is a torch data
+            set, whose targets are ignored. A data set from the hub needs a column of arrays or pictures.
+        name: name of the data in messages.
 
     Raises:
-        ConfigError: the argument is a tuple, which means features with targets, or has any other form.
-        DataError: samples differ in shape or type.
+        ConfigError: the argument is a tuple, which would contain features and targets, or has any other form that is
+            not accepted.
+        DataError: samples differ in their shape or type.
     """
     if isinstance(rows, tuple):
         raise ConfigError(
@@ -275,12 +278,30 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
         raise ConfigError(f"{name}: is a single picture. Pass a list of pictures")
-    elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):
+    elif isinstance(rows, list) and rows and isinstance(rows[0], torch.Tensor):
         stack = stacked(((value, 0) for value in rows), name)
-    if stack is None:
-        array = plain(rows, name)
-        return array, array.dtype.name
-    return stack.x, stack.dtype
+    return arrayed(rows, name)[:2] if stack is None else (stack.x, stack.dtype)
+
+
+def arrayed(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
+    """Return features ``[N, ...]``, the numpy name of their type, and whether they were pictures (see `stacked`).
+
+    Raises:
+        DataError: samples differ in shape, or bytes are mixed with other numbers, which have a different scale.
+    """
+    samples = values if isinstance(values, list | tuple) else ()
+    if any(map(is_picture, samples)):
+        stack = stacked(((value, 0) for value in samples), name)
+        return stack.x, stack.dtype, stack.pictures
+    are_bytes = [str(value.dtype).endswith("uint8") for value in samples if getattr(value, "ndim", 0)]
+    if len({*are_bytes}) > 1:
+        places = [are_bytes.index(kind) for kind in (True, False)]
+        raise DataError(
+            f"{name}: sample {places[0]} is bytes (uint8), but sample {places[1]} is "
+            f"{samples[places[1]].dtype}. All samples must have the same type"
+        )
+    array = plain(values, name)
+    return array, array.dtype.name, False
 
 
 def _is_sample(cell: object) -> bool:

@@ -1,4 +1,4 @@
-"""Side: a user's training or test set in memory, as arrays, and errors for sides that do not match."""
+"""Side: a training or test set of a user in memory, as arrays, and errors for sets that do not match."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from torch.utils.data import (
 )
 from torch.utils.data import Dataset as TorchDataset
 
-from fedloom.data.samples import FEATURE_TARGET_NAMES, Stack, find_pair, paired, stacked, stacked_hub, stacked_torch
+from fedloom.data.samples import (
+    FEATURE_TARGET_NAMES,
+    Stack,
+    arrayed,
+    find_pair,
+    paired,
+    stacked,
+    stacked_hub,
+    stacked_torch,
+)
 from fedloom.data.sources.array_data import channels_first, plain
 from fedloom.data.sources.rereading import Reader
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
@@ -33,10 +42,10 @@ ACCEPTED_FORMS = (
 
 
 class Side(NamedTuple):
-    """Features, targets and owners of a training or test set, the classes and columns that the set declares, and notes.
+    """Training or test set: features, targets, clients of the samples, declared classes and columns, and notes.
 
-    `dtype` is the numpy name of the type of individual samples, or empty for an array. `pictures` is True if the
-    samples were pictures whose channels have been moved to the first axis.
+    `dtype` is the numpy name of the type of individual samples, or empty if the set was an array. `pictures` is True if
+    the samples were pictures, whose channels have been moved to the first axis.
     """
 
     x: NDArray[Any]
@@ -51,20 +60,21 @@ class Side(NamedTuple):
 
     @classmethod
     def create(cls, x: object, y: object, name: str, users: object = None) -> Side:
-        """Return the arrays in a user's objects."""
+        """Create a set from a user's features and targets."""
         refuse_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else plain(users, name)
-        return cls(plain(x, name), plain(y, name), owners, columns=columns)
+        array, dtype, pictures = arrayed(x, name)
+        return cls(array, plain(y, name), owners, columns=columns, dtype=dtype, pictures=pictures)
 
     @classmethod
     def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
-        """Return a side built from stacked individual samples."""
+        """Create a set from stacked samples."""
         more |= {"dtype": stack.dtype, "pictures": stack.pictures}
         return cls(stack.x, plain(stack.y, name), reader=stack.reader, **more)
 
     def placed(self, channels_last: bool | None, place: str) -> Side:
-        """Return the side with the channels of images moved to the first axis (see `channels_first`)."""
+        """Return the set with the channels of images moved to the first axis (see `channels_first`)."""
         read = self.reader
         if self.pictures:
             return self
@@ -78,15 +88,15 @@ class Side(NamedTuple):
 
 
 def common_classes(sides: Iterable[Side]) -> tuple[str, ...]:
-    """Return the classes of sets that use the same numbering, taken from the set that declares the most classes."""
+    """Return the classes of sets with the same numbering, taken from the set that declares most of them."""
     return max((side.classes for side in sides), key=len)
 
 
 def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
-    """Return the entries of dictionaries other than features and targets, by role, with the sets concatenated.
+    """Return further entries of dictionaries (besides features and targets), concatenated and keyed by role.
 
     Raises:
-        DataError: a role is present in only some of the sets.
+        DataError: only some of the sets contain an entry.
     """
     by_role = {
         role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES
@@ -98,16 +108,16 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
 
 
 def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:
-    """Raise if joining the sets would change the meaning of one of them.
+    """Raise an error if sets cannot be joined without changing the meaning of one of them.
 
     Args:
         name: name of the data set.
-        sides: sets, keyed by the words that refer to them in messages.
-        tokens: True if features are numbers in a vocabulary, which may also be stored as bytes.
+        sides: sets, keyed by how messages refer to them.
+        tokens: True if features are tokens, which may also be stored as bytes.
 
     Raises:
-        DataError: samples lack targets, bytes are mixed with other numbers, text is mixed with numbers in targets, or
-            the order of classes or columns differs.
+        DataError: samples lack targets, features are bytes in some sets and other numbers in others, targets are text
+            in some and numbers in others, or classes or columns differ in their order.
     """
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
@@ -147,7 +157,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
 
 
 def refuse_order(x: object, y: object, name: str) -> None:
-    """Raise if the pandas index of the targets is in a different order than the index of the features."""
+    """Raise an error if the pandas index of the targets has another order than that of the features."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
@@ -159,7 +169,7 @@ def refuse_order(x: object, y: object, name: str) -> None:
 
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
-    """Return a training or test set that `as_dataset` accepts, as arrays."""
+    """Return a training or test set, in any form that `Dataset.create` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name}: already contains targets. Leave target out, or pass only the features")
@@ -226,7 +236,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
 
 
 def _is_array(obj: object) -> bool:
-    """Return True if numpy reads the object as an array, for example an h5py or zarr array."""
+    """Return True if NumPy can read the object as an array, such as an h5py or zarr array."""
     return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
 
@@ -235,7 +245,7 @@ def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
 
 
 def are_many(pairs: Sequence[Any]) -> bool:
-    """Return True if all objects are sets of samples with labels, like clients and batches, and not single samples."""
+    """Return True if all pairs are sets of labeled samples, such as clients or batches, and not single samples."""
     shapes = [
         [tuple(getattr(part, "shape", ())) for part in pair]
         for pair in pairs
@@ -246,7 +256,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
 
 
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
-    """Return the error that is raised if batches are passed instead of a data set."""
+    """Return the error for batches that are passed instead of a data set."""
     return ConfigError(
         f"{place} is a list of {len(batches)} batches. Pass the data set from which the batches came, "
         "or (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
@@ -254,12 +264,12 @@ def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
 
 
 def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Return a note on dictionary entries that contain one value per sample but are not read.
+    """Return a note on entries of a dictionary that have one value per sample but are not read.
 
-    A test set that is not read is an error.
+    If the entry is a test set, raise an error instead.
 
     Raises:
-        ConfigError: the dictionary contains a test set in addition to features and targets.
+        ConfigError: the dictionary contains a test set besides features and targets.
     """
     x, y = next(pair for pair in FEATURE_TARGET_NAMES if pair[0] in obj and pair[1] in obj)
     unused = [
@@ -275,7 +285,7 @@ def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _rows(values: object) -> int | None:
-    """Return the number of samples of an array, tensor, table or list, or None for other objects."""
+    """Return the number of samples in an array, tensor, table or list, or None for any other object."""
     shape = getattr(values, "shape", (len(values),) if isinstance(values, tuple | list) else ())
     return shape[0] if shape else None
 

@@ -1,4 +1,4 @@
-"""Table as numeric rows by site, for regressions that are fitted from sums."""
+"""Numeric rows of a table, grouped by site, for regressions that are computed from sums."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Floats = NDArray[np.float64]
 
 
 class SiteRows(NamedTuple):
-    """Complete rows of a table.
+    """Rows of a table without missing cells.
 
     Attributes:
         sites: columns ``[N, p]`` and targets ``[N, k]`` of each site.
-        columns: names of the columns. Each level of a text column except the first is a separate column.
+        columns: names of the columns. A text column yields one column for each of its levels except the first.
         names: names of the sites.
-        data: data set that contains the rows.
-        notes: sentences about rows that are left out.
-        test: columns and targets of each site's test rows, which `sites` does not contain. It is empty if no test rows
-            are specified.
+        data: data set from which the rows come.
+        notes: notes on rows that are left out.
+        test: columns and targets of each site's test rows, which are not contained in `sites`. It is empty if no test
+            rows are marked.
     """
 
     sites: list[tuple[Floats, Floats]]
@@ -43,17 +43,17 @@ class SiteRows(NamedTuple):
 def rows_by_site(
     source: Source, data_dir: Path | str | None = None, test: tuple[str, str] | None = None, **changes: object
 ) -> SiteRows:
-    """Return the complete rows of a table by site.
+    """Return the rows of a table without missing cells, grouped by site.
 
     Args:
-        source: reader of the table, with the name of the column that contains each row's owner.
+        source: table, with the name of the column that contains the client of each row.
         data_dir: folder of data sets.
-        test: column, and the value that marks test rows. This column is not used in the regression.
-        changes: keys of the source to replace.
+        test: column, and the value in it that marks test rows. The regression does not use this column.
+        changes: options of the source to replace.
 
     Raises:
-        ConfigError: the source is not a table, or contains only the target column.
-        DataError: a cell is not a number, or no row is complete.
+        ConfigError: the source is not a table, or has no column besides the target.
+        DataError: a cell is not a number, or every row has a missing cell.
     """
     if not isinstance(source, TableSource):
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
@@ -87,10 +87,10 @@ def rows_by_site(
 
 
 def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
-    """Return a mask ``[N]`` of the rows with a given value in a column.
+    """Return a mask ``[N]`` of the rows that have a given value in a column.
 
     Raises:
-        ConfigError: no row or every row contains the value.
+        ConfigError: no row or every row has this value.
     """
     levels = data.levels[column]
     if value not in levels or len(levels) == 1:
@@ -103,7 +103,7 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
 
 
 def column_names(table: Table) -> list[str]:
-    """Return the column names of a regression: each level of a text column except the first is a column."""
+    """Return the columns of a regression, where a text column yields one column per level except the first."""
     return [
         name
         for column in table.columns
@@ -112,7 +112,10 @@ def column_names(table: Table) -> list[str]:
 
 
 def numbers_of(table: Table, x: Tensor) -> Tensor:
-    """Return the numeric columns ``[N, p]`` of a regression. A missing level is replaced by the first level."""
+    """Return the values ``[N, p]`` of a regression's columns.
+
+    If the level of a text column is missing, the row is treated like the first level.
+    """
     blocks = [
         block
         for column, values in zip(table.columns, x.double().T, strict=True)
@@ -128,18 +131,18 @@ def survival_rows(
     data_dir: Path | str | None = None,
     test: tuple[str, str] | None = None,
 ) -> SiteRows:
-    """Return `rows_by_site` with times from 0 on and events as targets.
+    """Return `rows_by_site` with nonnegative times and events as targets.
 
     Args:
-        source: reader of the table, as in `rows_by_site`. The source's target is not used as a column.
-        time: column that contains the times. None: the source's target.
-        event: column that contains 1 for an event and 0 for no event. None: the source's.
+        source: table, as in `rows_by_site`. Its target is not used as a column of the regression.
+        time: column with the times. None for the target of the source.
+        event: column with 1 for an event and 0 for no event. None for the event of the source.
         data_dir: folder of data sets.
-        test: column and value, as in `rows_by_site`.
+        test: column and value that mark test rows, as in `rows_by_site`.
 
     Raises:
-        ConfigError: `rows_by_site` rejects the source, or time and event are not specified.
-        DataError: see `rows_by_site`.
+        ConfigError: `rows_by_site` rejects the source, or the columns with times and events are unknown.
+        DataError: `rows_by_site` rejects the data.
     """
     target, named, drop = (getattr(source, key, None) for key in ("target", "event", "drop"))
     time, event = target if time is None else time, named if event is None else event

@@ -1,4 +1,4 @@
-"""Table: imputation, missing flags, one-hot levels and scaling, each fitted only on a client's training part."""
+"""Table: imputation, flags for missing values, one-hot levels and scaling, all of which are fitted per client."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Cells that mean missing in every table, besides the table's own markers: pandas' defaults except None, and "?".
+"""Texts that mark missing cells in every table, in addition to its own markers: those of pandas except None, and "?".
 
-In many tables, None is a level, for example of a treatment. The markers of a table may include None.
+In many tables, None is a level, for example of a treatment. A table may declare None as one of its own markers.
 """
 
 
 WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
-"""Pattern of an integer with zeros after its decimal point."""
+"""Pattern of an integer that is written with zeros after a decimal point."""
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
-"""Truth values as text, in lower case, which count as numbers in every table."""
+"""Truth values as text, in lower case, which are read as numbers in every table."""
 
 
 def level(cell: object) -> str:
-    """Return a level's name, which is equal for every type of file: 1, 1.0, "1", "1.0" and " 1" all become "1".
+    """Return the name of a level, which is the same for all types of files: 1, 1.0, "1", "1.0" and " 1" become "1".
 
     >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
     ['1', '1', '1', '1', '01', 'True', 'b']
@@ -46,10 +46,10 @@ def level(cell: object) -> str:
 
 
 def number_of(cell: Any) -> float | None:
-    """Return the number that a cell of any table represents. None for any other cell.
+    """Return the number that a cell of a table represents. Return None for any other cell.
 
-    A text is a number if it consists of ASCII digits without ``_``. Python also reads 1_000 and digits of other
-    scripts, but pandas and Arrow do not, and 1_0 could mean 10, 1.0 or a code.
+    A text is only a number if it is ASCII and contains no ``_``. Python also reads 1_000 and digits of other scripts,
+    but pandas and Arrow do not, and 1_0 could mean 10, 1.0 or a code.
 
     >>> [number_of(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
     [1000.0, 2.0, 1.0, 3.0, None, None, None, None]
@@ -73,10 +73,10 @@ def is_number(cell: Any) -> bool:
 
 
 class Markers:
-    """Cells that mean missing, by value: the marker -9 matches the number -9, and the texts "-9", " -9" and "-9.0".
+    """Markers of missing cells, compared by value: -9 matches the number -9 and the texts "-9", " -9" and "-9.0".
 
     Args:
-        markers: texts. If a marker can be read as a number, it is compared as a number.
+        markers: texts. A marker that can be read as a number is compared as a number.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class Markers:
         self.numbers = sorted(self._values)
 
     def hold(self, cell: object) -> bool:
-        """Return True if a cell is a marker."""
+        """Return True if a cell is a marker of missing values."""
         if isinstance(cell, str):
             text = cell.strip()
             return text in self._texts or bool(self._values and is_number(text) and float(text) in self._values)
@@ -99,17 +99,17 @@ markers_of = lru_cache(maxsize=64)(Markers)
 
 
 FITTED_NUMBERS = 5
-"""Number of values that are fitted to a column at a client."""
+"""Number of values that are fitted for a column at a client."""
 MAX_RANGE_WIDTHS = 0.5
-"""Distance from the training range, in widths of this range, beyond which even a single number is noted."""
+"""Distance from the training range, as a multiple of its width, beyond which even a single number is reported."""
 FAR_ROW_SHARE = 0.5
-"""Share of a column's rows above which a prediction ends with a different exit code."""
+"""Fraction of a column's rows outside the training range above which a prediction ends with a different exit code."""
 NOTED_ROW_SHARE = 0.1
-"""Smallest share of a column's rows far from the training range that is noted."""
+"""Minimum fraction of a column's rows outside the training range for a note."""
 
 
 class TableColumn(Value):
-    """A raw column: a number, or a code 0..levels-1. NaN is missing."""
+    """Raw column of a table, which contains numbers, or codes from 0 to levels - 1. Missing values are NaN."""
 
     name: str
     levels: int = Field(
@@ -131,18 +131,18 @@ class TableColumn(Value):
 
 
 class Table(Value):
-    """Conversion of raw columns [N, p] to features [N, q], separately for each client.
+    """Conversion of raw columns [N, p] to features [N, q], which is fitted for each client separately.
 
-    For a number, missing values become the median of the client's observed training values. The column is then centered
-    and divided by its standard deviation over the client's training part (by 1 if the standard deviation is 0), unless
-    scaling is switched off. A code: missing values become the client's most frequent training level, followed by one
-    feature per level of the schema. A column with fewer than `min_observed` observed training values at a client is 0
-    for this client. A flagged column has an additional feature: 1 if the value was missing. Nothing is fitted across
-    clients, or on validation or test parts.
+    In a numeric column, missing values are replaced by the median of the client's observed training values. Then, the
+    column is centered and divided by its standard deviation in the client's training part (or by 1 if this is 0),
+    unless scaling is switched off. In a column of codes, missing values are replaced by the client's most frequent
+    training level, and each level becomes one feature. If a client has fewer than `min_observed` observed training
+    values in a column, the column is 0 for this client. A flagged column has an additional feature that is 1 if the
+    value was missing. Nothing is fitted to the data of several clients, or to validation or test parts.
 
-    The same scaling applies to training, evaluation, prediction, exports and deployments: a client's rows are always
-    encoded with the fit to its training part, whatever the model. A new client, which has no training part, uses
-    `typical`.
+    Training, evaluation, prediction, exports and deployments use the same scaling: a client's rows are always encoded
+    with the values fitted to its training part, whichever model is used. For a new client, which has no training part,
+    `typical` values are used.
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
@@ -156,35 +156,34 @@ class Table(Value):
 
     @classmethod
     def numeric(cls, count: int) -> Table:
-        """Return a table with `count` numeric columns that have no missing values."""
+        """Return a table with `count` numeric columns without missing values."""
         return cls(columns=tuple(TableColumn(name=f"x{i}") for i in range(count)), min_observed=1)
 
     @property
     def width(self) -> int:
-        """Number of features q."""
+        """Number of features q after the conversion."""
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
     def unmarked(self, x: Tensor) -> Tensor:
-        """Return raw columns ``[N, p]`` with NaN in place of numbers that mean missing."""
+        """Replace numbers that mark missing values in raw columns ``[N, p]`` by NaN."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Return features [N, q] float32 (see `Prepare`)."""
+        """Return features [N, q] (float32), fitted as described in `Prepare`."""
         return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Return a summary of the columns in each client's training part. Arguments as `Prepare`.
+        """Fit the conversion to each client's training part. The arguments are those of `Prepare`.
 
         Returns:
-            [n, p, 5] float64: the value that fills missing cells, the value that is subtracted, the value by which
-            numbers are divided, and the 1st and 99th percentiles of the observed values. NaN for a column with too few
-            observed
-            values.
+            Fitted values [n, p, 5] (float64): the value for missing cells, the number that is subtracted, the number by
+            which values are divided, and the 1st and 99th percentiles of the observed values. They are NaN for a column
+            with too few observed values.
 
         Raises:
-            DataError: samples differ in their number of columns.
+            DataError: the samples do not have the number of columns of the table.
         """
         self._check(x)
         fitted = [
@@ -194,10 +193,12 @@ class Table(Value):
         return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED_NUMBERS, dtype=torch.float64)
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
-        """Return features [N, q] float32 of samples x [N, p] of clients `owner` [N] (-1: NaN), with the fit [n, p, .].
+        """Return features [N, q] (float32) of samples x [N, p], given ``fitted [n, p, .]`` and clients ``owner [N]``.
+
+        The features are NaN where the owner is -1.
 
         Raises:
-            DataError: samples differ in their number of columns.
+            DataError: the samples do not have the number of columns of the table.
         """
         self._check(x)
         out = torch.full((len(x), self.width), torch.nan, dtype=torch.float32)
@@ -206,14 +207,14 @@ class Table(Value):
         return out
 
     def encoder(self, fitted: Tensor) -> Encoder:
-        """Return the transform of one client's rows, with the fit ``[p, .]``."""
+        """Return the conversion for the rows of one client, given its fitted values ``[p, .]``."""
         return Encoder(self.columns, fitted)
 
     def typical(self, fitted: Tensor) -> Tensor:
-        """Return typical columns ``[p, .]`` for a client without a training part, from other clients' ``[n, p, .]``.
+        """Return typical fitted values ``[p, .]`` for a client without a training part, from others ``[n, p, .]``.
 
-        A numeric column has the medians over the clients that observed it, and the widest bounds. A coded column has
-        the clients' most frequent fill level.
+        For a numeric column, these are the medians over the clients that observed it, and the widest bounds. For a
+        column of codes, it is the most frequent level with which clients fill missing cells.
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
         for k, column in enumerate(self.columns):
@@ -225,11 +226,11 @@ class Table(Value):
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return sentences about numbers of raw columns ``[N, p]`` far from the training data, with the fit ``[p, .]``.
+        """Return sentences on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
 
         A number is far away if it exceeds the training bounds by more than a standard deviation, or, in a column with
-        an agreed range, if it is outside this range. A column is reported if at least `NOTED_ROW_SHARE` of its rows are
-        far away, or if a single number exceeds the bounds by `MAX_RANGE_WIDTHS` times the width.
+        an agreed range, if it is outside this range. A column is reported if at least the fraction `NOTED_ROW_SHARE` of
+        its rows is far away, or if a single number exceeds the bounds by `MAX_RANGE_WIDTHS` times their distance.
         """
         sentences = []
         for k, column in enumerate(self.columns):
@@ -258,10 +259,10 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the columns of raw ``[N, p]`` in which most numbers are outside the training range.
+        """Return the raw columns ``[N, p]`` in which most numbers are outside the training range.
 
-        Such columns are in a different unit or describe a different population. The bounds and ``fitted`` are as in
-        `strange`.
+        Such columns are in a different unit, or describe a different population. The bounds and ``fitted`` are the same
+        as in `strange`.
         """
         far = []
         for k, column in enumerate(self.columns):
@@ -304,12 +305,12 @@ class Table(Value):
 
 
 class Fitted(NamedTuple):
-    """Table with its fit at each client ``[n, p, 5]`` (see `Table.fit`).
+    """Table with the values that were fitted for each client ``[n, p, 5]`` (see `Table.fit`).
 
     Attributes:
-        table: table that contains the columns.
-        values: values of the fit.
-        raw: raw columns [N, p], which analyses of rows need.
+        table: table that describes the columns.
+        values: fitted values.
+        raw: raw columns [N, p], which analyses of individual rows need.
     """
 
     table: Table
@@ -318,11 +319,11 @@ class Fitted(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Conversion of one client's raw columns to features: the common transform, as an exportable graph.
+    """Conversion of one client's raw columns to features, as a module that can be exported as a graph.
 
     Args:
         columns: columns of the table.
-        fitted: fit ``[p, .]`` of the columns (see `Table.fit`).
+        fitted: fitted values of the columns ``[p, .]`` (see `Table.fit`).
     """
 
     def __init__(self, columns: tuple[TableColumn, ...], fitted: Tensor) -> None:
@@ -343,7 +344,7 @@ class Encoder(nn.Module):
         self.register_buffer("order", torch.argsort(torch.tensor(blocks), stable=True))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Return features ``[b, q]`` float32 for raw columns ``[b, p]``, in the order of the table's columns."""
+        """Return features ``[b, q]`` (float32) for raw columns ``[b, p]``, in the order of the table's columns."""
         missing, (fill, centre, scale) = samples.isnan(), self.fitted.unbind(0)
         full = torch.where(missing, fill, samples.double())
         scaled = torch.where(self.complete, (full - centre) / scale, 0.0)
@@ -357,6 +358,6 @@ class Encoder(nn.Module):
 
 
 def _clients(owner: Tensor) -> list[Tensor]:
-    """Return the rows of each client, in their order."""
+    """Return the rows of each client in their original order."""
     order = torch.argsort(owner, stable=True)
     return list(order.split(torch.bincount(owner + 1).tolist()))[1:]

@@ -1,4 +1,4 @@
-"""Text as tokens: numbers in a vocabulary, where 0 is the padding at the end of a sequence."""
+"""Text as tokens, which are numbers in a vocabulary, with 0 as padding at the end of a sequence."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
-"""First two entries of a vocabulary that is built from text."""
+"""First two entries of each vocabulary that is built from text."""
 
 NO_LABEL = -1
-"""Target of a position that never counts: padding, or a position with an unknown label."""
+"""Target of positions that are never counted: padding, or positions with an unknown label."""
 
 Level = Literal["character", "word"]
 _WORD_PATTERN = re.compile(r"[\w']+|[^\w\s]")
 
 
 def tokenised(text: str, level: Level) -> Sequence[str]:
-    """Return the tokens of a text: characters, or words and punctuation marks in lower case.
+    """Return the tokens of a text, which are characters, or words and punctuation marks in lower case.
 
     >>> tokenised("Don't go!", "word")
     ["don't", 'go', '!']
@@ -32,7 +32,7 @@ def tokenised(text: str, level: Level) -> Sequence[str]:
 
 
 def level_of(vocabulary: Sequence[str]) -> Level:
-    """Return the level of a vocabulary's entries: characters or words."""
+    """Return whether the entries of a vocabulary are characters or words."""
     return "character" if all(len(token) == 1 for token in vocabulary[2:]) else "word"
 
 
@@ -41,9 +41,10 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
 
     Args:
         texts: all texts.
-        level: type of a token.
-        most: largest number of entries. If there are more tokens, the most frequent ones are kept. None: all.
-        least: smallest number of occurrences of a token.
+        level: kind of token.
+        most: maximum number of entries. If there are more tokens, only the most frequent ones are kept. None to keep
+            all.
+        least: minimum number of occurrences of a token.
 
     >>> vocabulary_of(["abba", "ac"], "character", least=2)
     ('<pad>', '<unk>', 'a', 'b')
@@ -54,9 +55,9 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
 
 
 def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
-    """Return texts as tokens, int32 ``[N, length]``: padded at the end, with 1 for tokens outside the vocabulary.
+    """Return texts as tokens ``[N, length]`` (int32), with padding at the end and 1 for unknown tokens.
 
-    Longer texts are cut to their first words, or their last characters. A text without tokens becomes a single unknown
+    Longer texts are cut to their first words or their last characters. A text without tokens becomes a single unknown
     token.
     """
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
@@ -69,9 +70,9 @@ def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Ten
 
 
 def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
-    """Return tokens that refer to the vocabulary ``names`` as tokens of another vocabulary.
+    """Convert tokens of the vocabulary ``names`` to tokens of another vocabulary.
 
-    Tokens that the other vocabulary lacks become 1.
+    Tokens that are not in the other vocabulary become 1.
     """
     place = {token: k for k, token in enumerate(vocabulary)}
     code = torch.tensor([0, *(place.get(token, 1) for token in names[1:])], dtype=torch.int32, device=x.device)
@@ -79,7 +80,7 @@ def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tenso
 
 
 def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about errors in the tokens of samples."""
+    """Yield sentences about invalid tokens in samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
         yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}. Encode the text"
         return
@@ -104,7 +105,7 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
 
 
 def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
-    """Yield errors in the labels of positions ``[N, length]``, with -1 for no label."""
+    """Yield sentences about invalid labels of positions ``[N, length]``, in which -1 stands for no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "

@@ -1,6 +1,6 @@
-"""Runs: a setting, its rounds, their evaluation and the result.
+"""Training runs: their settings, rounds, evaluation and results.
 
-Every name is imported on first use.
+Every name of this package is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checkpoints of a run, and the fingerprint on which checkpoints and all ranks must agree.
+"""Checkpoints of a run, and the fingerprint that must be the same for all checkpoints and all ranks.
 
-With several ranks, the first rank reads and writes for all.
+With several ranks, the first rank reads and writes the checkpoints for all ranks.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fedloom.values import Value
 from fedloom.version import __version__
 
 UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
-"""Note about a run after its last round."""
+"""Note that is added after the last round if no attacker ever took part."""
 
 
 class Resumed(NamedTuple):
-    """A run as its newest checkpoint describes it.
+    """A run as described by its newest checkpoint.
 
     Attributes:
         state: state from which the run continues.
-        stop: reason why the run ended in this state. None if the same command resumes the run.
-        detail: round, clients and numbers of this end.
-        diverged: round by which the run had diverged, for a run that still continued to its end.
-        extras: additional values that this kind of run saves.
+        stop: reason why the run ended in this state. None if the same command can resume the run.
+        detail: text on how the run ended, such as the round, clients and numbers involved.
+        diverged: round by which the model had diverged, if the run nevertheless continued to its end.
+        extras: additional values that only some kinds of runs save.
     """
 
     state: State
@@ -52,13 +52,13 @@ class Resumed(NamedTuple):
 
 
 class RunCheckpoints:
-    """Checkpoints of a run. Without a folder, nothing is saved.
+    """Reader and writer of a run's checkpoints. Without a folder, nothing is saved.
 
     Args:
         job: the run.
         folder: checkpoint folder.
-        mark: fingerprint on which the checkpoints must agree. None: the job's fingerprint.
-        every_round: True to save after every round, however recent the last checkpoint is.
+        mark: fingerprint that a checkpoint must have to be resumed. None to use the job's own fingerprint.
+        every_round: True to save after every round, no matter how recent the last checkpoint is.
     """
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
@@ -105,10 +105,10 @@ class RunCheckpoints:
         return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the number of rounds of a shorter run that ended in the folder and that this run continues.
+        """Return the number of rounds of a shorter, finished run in the folder that this run can extend, or None.
 
         Raises:
-            RunDirError: part of the run depends on the number of rounds, so the longer run is a different run.
+            RunDirError: a part of the run depends on the number of rounds, so the longer run would give other results.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
         before = update_numbers((meta or {}).get("numbers") or {})
@@ -128,7 +128,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of the state. ``extras`` must be representable in JSON."""
+        """Write a checkpoint of ``state``. ``extras`` must be serializable as JSON."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
@@ -143,7 +143,7 @@ class RunCheckpoints:
         self._saved = time.monotonic()
 
     def is_due(self) -> bool:
-        """Return True if the last checkpoint is old enough for a new one."""
+        """Return True if enough time has passed since the last checkpoint to write a new one."""
         return (
             self._saves
             and not self.every_round
@@ -152,7 +152,7 @@ class RunCheckpoints:
 
 
 def find_round_readers(setting: Setting) -> list[str]:
-    """Name the options that are not given but depend on the number of rounds, such as ``aggregation_weights.beta``."""
+    """Return names of unset options that depend on the number of rounds, such as ``aggregation_weights.beta``."""
     options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
@@ -167,14 +167,14 @@ def find_round_readers(setting: Setting) -> list[str]:
 
 
 def _replace_rounds(job: Job, rounds: int) -> Job:
-    """Return the run with a different number of rounds and the same stores."""
+    """Return a copy of the job with a different number of rounds and the same stores."""
     other = copy.copy(job)
     other.__dict__.update(setting=job.setting.with_(rounds=rounds))
     return other
 
 
 def fingerprint(job: Job) -> str:
-    """Return 16 hexadecimal digits that identify everything on which a run's numbers depend."""
+    """Return a fingerprint of 16 hexadecimal digits that covers everything that affects the run's results."""
     data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
     for part in sorted(job.eval_fed.parts):
         data.update(job.eval_fed.parts[part].index.cpu().numpy().tobytes())
@@ -196,7 +196,7 @@ def fingerprint(job: Job) -> str:
 
 
 def _external_digests(job: Job) -> dict[str, str]:
-    """Return digests of a run's external inputs: frozen parameters, a weight file, a device file."""
+    """Return digests of inputs that the settings only refer to: frozen parameters, a weight file, a device file."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
     digests = dict[str, str]()
     if isinstance(job.setting.devices, Trace):
@@ -213,15 +213,15 @@ def _external_digests(job: Job) -> dict[str, str]:
 
 
 def _user_code(setting: Setting) -> list[Any]:
-    """Return the classes and functions that a user may have written."""
+    """Return the classes and functions of the setting that may be user code."""
     return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
 
 
 def check_ranks(job: Job) -> None:
-    """Raise if the ranks would not compute the same numbers.
+    """Raise an error if the ranks would not compute the same results.
 
     Raises:
-        ConfigError: the ranks' experiments, data, libraries or processor instructions differ.
+        ConfigError: the ranks differ in their experiment, data, library versions or processor instructions.
     """
     if job.ranks.size == 1:
         return

@@ -1,4 +1,4 @@
-"""EarlyStop: ends a run whose validation metric no longer improves, and chooses the round to keep."""
+"""Early stopping: ends a run whose validation metric no longer improves, and chooses the round to keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScoredState(Protocol):
-    """State of a run with its scores (`fedloom.engine.state.State`)."""
+    """State of a run together with its scores (see `fedloom.engine.state.State`)."""
 
     @property
     def round(self) -> int:
@@ -25,16 +25,16 @@ class ScoredState(Protocol):
 
     @property
     def records(self) -> Records:
-        """Records of the run up to this round."""
+        """Records of the run up to and including this round."""
         ...
 
 
 class EarlyStop(Value):
-    """Ends a run whose validation metric has not improved in the most recent evaluations.
+    """Early stopping: the run ends if its validation metric has not improved in the most recent evaluations.
 
-    The metric is the mean over clients. With ``result = "best"``, the result is the best evaluated round instead of the
-    last round. fedloom plays the rounds up to the best round again, so the run costs up to twice as much. As a
-    callback, EarlyStop only ends the run.
+    The monitored value is the mean of the metric over clients. With ``result = "best"``, the result is taken from the
+    best evaluated round instead of the last round. To obtain its models, the rounds up to the best round are run again,
+    so the run costs up to twice as much. If an EarlyStop is passed as a callback, it only ends the run.
     """
 
     metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
@@ -57,7 +57,7 @@ class EarlyStop(Value):
     result: Literal["last", "best"] = Field("last", description="which round's models and metrics become the result")
 
     def __call__(self, state: ScoredState) -> str | None:
-        """Return the sentence that ends the run, or None."""
+        """Return a sentence that explains why the run should end now, or None to continue."""
         model, history = self._history(state.records)
         if not history or history[-1][0] != state.round:
             return None
@@ -68,18 +68,21 @@ class EarlyStop(Value):
         return f"{what} has not improved on {history[last][1]:.4g} since round {history[last][0]}"
 
     def best_round(self, records: Records) -> int | None:
-        """Return the best evaluated round, from 1 on. None if the metric was never measured."""
+        """Return the best evaluated round (counted from 1).
+
+        Return None if the metric was never measured in round 1 or later.
+        """
         history = [(round, value) for round, value in self._history(records)[1] if round]
         return history[self._best(history)][0] if history else None
 
     def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
-        """Return the monitored model and its metric by round."""
+        """Return the monitored model, and pairs of a round and the value of its metric."""
         models = {r.model for r in records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
 
     def _best(self, history: list[tuple[int, float]]) -> int:
-        """Return the index of the best value, which is the first among values that differ by at most ``least``."""
+        """Return the index of the best value, where a later value must be better by more than ``min_delta``."""
         sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):

@@ -1,4 +1,4 @@
-"""Job: facts about a run that every process knows, fixed before the first round."""
+"""Job: everything about a run that all processes know and that is fixed before the first round."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from fedloom.storage.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Job(JobFacts):
-    """Problem with storage for the clients' state, and with the processes that compute it.
+    """Facts about a run, plus the storage for client states and the processes that train the clients.
 
     Attributes:
-        workers: number of processes forked from this process.
-        ranks: processes that run together.
-        clients: state rows of the clients.
+        workers: number of processes that this process forks.
+        ranks: distributed processes that run the job together.
+        clients: states of the clients.
         kept: rows that the server stores for each client.
-        models: clients' last models for a mixer, if `kept` does not contain them.
-        summed: accumulated uploads of each client (`summed_fields`).
-        residue: for each client, the parts of differences that the channel has not sent.
-        optimizer: optimizer states of each client, if they are stored.
-        locations: machines that have the latest row of each client.
+        models: last model of each client, if a mixer needs it and `kept` does not contain it.
+        summed: sum of each client's uploads, for fields that accumulate (see `JobFacts.summed_fields`).
+        residue: for each client, the parts of its differences that the channel has not sent yet.
+        optimizer: state of each client's optimizer, if it is stored.
+        locations: record of which machines hold the latest row of each client.
     """
 
     workers: int
@@ -46,7 +46,7 @@ class Job(JobFacts):
 
     @property
     def stores(self) -> dict[str, Store[Fields]]:
-        """All state that is stored per client."""
+        """Stores of all states that are kept per client."""
         return {
             "clients": self.clients,
             "kept": self.kept,
@@ -58,30 +58,33 @@ class Job(JobFacts):
 
     @property
     def state_stores(self) -> dict[str, Store[Fields]]:
-        """Return the clients' states, under the names that `fedloom.engine.clients.chunk.ClientState` uses."""
+        """Stores of the clients' own states, keyed by the names in `fedloom.engine.clients.chunk.ClientState`."""
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
     def drop_states(self) -> Job:
-        """Return the run as it is at a server whose clients store their own state."""
+        """Return the job of a server whose clients store their states themselves."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
 
     def replace_shares(self, alpha: Tensor | None) -> Job:
-        """Return the run with different shares in the objective ``[n, 1]`` and the same stores. None: this run."""
+        """Return the job with different client weights ``alpha [n, 1]`` in the objective and the same stores.
+
+        If ``alpha`` is None, return this job.
+        """
         return self if alpha is None else replace(self, alpha=alpha)
 
     def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
         """Return the local problems of clients in a round, with the replayed batches if the clients train.
 
-        If ``steps [m]`` is given, clients take that number of steps. If optimizer states are stored, the optimizers
-        continue from the previous round.
+        If ``steps [m]`` is given, each client takes this number of steps. If optimizer states are stored, the
+        optimizers continue from the previous round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
         memory = None
         if trains and self.memory is not None:
-            memory = self.memory.of(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
+            memory = self.memory.replace_rows(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
         return Work(
             self.oracle,
             ids,
@@ -96,14 +99,14 @@ class Job(JobFacts):
         )
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """Return the server's base for a difference upload (see `Messages.tracks`)."""
+        """Return the model from which the server measures a change in an upload (see `Messages.tracks`)."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
         return row.to(self.oracle.device)
 
     def down(self, server: Fields, round: int, ids: Tensor | None = None) -> Fields:
-        """Return the download of a cohort. None: all clients."""
+        """Return the download of the clients ``ids``. None stands for all clients."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with attribute_error("method", self.algorithm, f"round {round}"):
@@ -112,9 +115,9 @@ class Job(JobFacts):
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """Replace the model in a download by each client's mixture.
+        """Replace the model in a download by a different mixture of models for each client.
 
-        For a part, only the coordinates that are sent are replaced.
+        If only a part of the model is sent, only the coordinates of this part are replaced.
         """
         if not mixer.mixing_weight:
             return down
@@ -140,9 +143,9 @@ class Job(JobFacts):
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:
-        """Return the aggregator as a rule for a mixer.
+        """Return the aggregator in the form of a rule that a mixer can apply.
 
-        If there are too few models, the mixture is the client's own model.
+        If there are too few models for the aggregator, the result is the client's own last model.
         """
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None

@@ -1,4 +1,4 @@
-"""Main loop: rounds, their evaluation and their checkpoints, in a simulation and in a deployment."""
+"""Main loop of a run in a simulation or deployment: rounds, their evaluation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fedloom.engine.records import Divergence
 from fedloom.engine.round import run_round
 from fedloom.engine.state import State
 from fedloom.engine.virtual.advance import advance
-from fedloom.errors import GivenUp, RunStopped, Stop
+from fedloom.errors import GivenUp, RunStopped, Stop, write_singular
 from fedloom.processes.clients import Clients
 
 
 class End(NamedTuple):
-    """How a run ended.
+    """Final state of a run and the reason why it ended.
 
     Attributes:
-        state: the run after its last round.
+        state: state after the last round.
         stop: reason why the run ended.
-        detail: round, clients and numbers of an early end.
-        diverged: round by which the run had diverged, for a run that still continued to its end.
+        detail: text with the round, clients and numbers that explain an early end.
+        diverged: round by which the model had diverged, if the run nevertheless continued to its end.
     """
 
     state: State
@@ -34,13 +34,15 @@ class End(NamedTuple):
 
 
 class Hooks:
-    """Actions that a kind of run takes around its rounds. This base class does nothing.
+    """Actions that a simulation or a deployment takes before and after each round.
+
+    The methods of this base class do nothing.
 
     Attributes:
-        scores_with_training: True if clients evaluate the models of a round together with the next training, in a
-            single message.
-        robust_losses: True if divergence is judged by the median of the clients' losses, and not by their mean.
-        pause: round after which the run is evaluated and interrupted. None: the run continues.
+        scores_with_training: True if the message that requests the next training also requests the scores of the last
+            round.
+        robust_losses: True if divergence is detected by the median of the clients' losses instead of their mean.
+        pause: round after which the run is evaluated and then interrupted. None if it is not interrupted.
     """
 
     scores_with_training = False
@@ -48,28 +50,28 @@ class Hooks:
     pause: int | None = None
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Prepare the next round. Return the reason why the next round must not start, or None."""
+        """Prepare for the next round. Return a reason if the next round must not start, or else None."""
         return None
 
     def ask_for_scores(self, state: State) -> None:
-        """Let the next training also return the scores of this state, which `evaluate` then uses."""
+        """Request the scores of this state together with the next training, so that `evaluate` can use them."""
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        """Return the state with its scores in the records, and a sentence if the run cannot continue with them."""
+        """Return the state with its scores added to the records, and a sentence if these scores must end the run."""
         return state, ""
 
     def trained(self, state: State) -> tuple[str, ...]:
-        """Record a round that changed the server's state. Return sentences for the run's notes."""
+        """Record that a round has changed the server's state. Return sentences to add to the run's notes."""
         return ()
 
     def diverges(self, state: State, sentence: str) -> None:
-        """Record that a run diverges but continues."""
+        """Record that a run diverges but will continue."""
 
     def record_failure(self, state: State, error: GivenUp) -> None:
-        """Record a round that changes nothing."""
+        """Record that a round was given up and changed nothing."""
 
     def review_round(self, state: State) -> str | None:
-        """Inspect a round after its scores are known. If a sentence is returned, the run ends."""
+        """Inspect a round once its scores are known. A returned sentence ends the run."""
         return None
 
     def interrupted(self) -> bool:
@@ -77,19 +79,20 @@ class Hooks:
         return False
 
     def extras(self, state: State) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint stores in addition to the state."""
+        """Return values, representable in JSON, that a checkpoint stores in addition to the state."""
         return {}
 
 
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
-    """Run the remaining rounds, and save the end.
+    """Run the remaining rounds, and save the final state.
 
-    A run has trained nothing if it used no upload or changed no loss. Such a run has failed, however many rounds have
-    passed. A round that fails changes nothing: the end contains the state before this round. If such an end can be
-    resumed, no checkpoint is written, and the run resumes from the newest checkpoint.
+    If no upload was ever used, or if no loss changed, the run has trained nothing. Such a run is reported as failed, no
+    matter how many rounds it took. A failed round changes nothing, so the final result contains the state before that
+    round. If the run can be resumed after the failure, no checkpoint is written, and it resumes from the newest
+    checkpoint.
 
     Raises:
-        ClientError: the method's code failed.
+        ClientError: the code of the method failed.
         CheckpointError: a checkpoint cannot be written.
     """
     loop = _Loop(job, clients, checkpoints, hooks, state)
@@ -106,17 +109,17 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
         detail = "; ".join(filter(None, (loop.divergence.sentence, detail)))
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
         unused = f"no upload was used in any of {state.round} rounds, so nothing was trained"
-        stop, detail = Stop.UNUSABLE, "; ".join(filter(None, (unused, detail)))
-    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged():
-        same = f"after {state.round} rounds every loss is unchanged, to the last digit"
-        stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
+        stop, detail = Stop.UNUSABLE, write_singular("; ".join(filter(None, (unused, detail))))
+    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged(job.oracle.dtype):
+        same = f"after {state.round} rounds every loss is unchanged, except for rounding errors"
+        stop, detail = Stop.UNCHANGED, write_singular("; ".join(filter(None, (same, detail))))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
     return End(state, stop, detail, diverged)
 
 
 class _Loop:
-    """A run in progress. `state` is the newest state after a complete round or evaluation."""
+    """Run in progress. `state` is the newest state after a completed round or evaluation."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
@@ -125,10 +128,10 @@ class _Loop:
         self._step = run_round if state.clock is None else advance
 
     def run(self) -> tuple[Stop, str]:
-        """Run to the end. The reason why the run ends, with details.
+        """Run the remaining rounds. Return the reason why the run ended, and details.
 
         Raises:
-            RunStopped: the run ends within a round or an evaluation.
+            RunStopped: the run ends during a round or an evaluation.
         """
         hooks, rounds, every = self._hooks, self._job.setting.rounds, self._job.setting.evaluate.every
         while True:
@@ -144,7 +147,7 @@ class _Loop:
             if last:
                 return Stop.DONE, ""
             if self.state.round > self._begun:
-                stopped, interrupted, save = self._job.ranks.any(
+                stopped, interrupted, save = self._job.ranks.combine_flags(
                     sentence is not None, hooks.interrupted(), self._checkpoints.is_due()
                 )
                 if stopped:
@@ -167,7 +170,7 @@ class _Loop:
                 self._save()
 
     def _train_and_score(self) -> None:
-        """Train a round whose messages also contain the scores of the previous round."""
+        """Train the next round with messages that also request the scores of the previous round."""
         before = self.state
         self._hooks.ask_for_scores(before)
         try:
@@ -180,7 +183,7 @@ class _Loop:
         self._review_round(scored)
 
     def _trained(self, before: State) -> State:
-        """Return the state after the next round."""
+        """Return the state after training the next round."""
         start = time.perf_counter()
         try:
             state, events = self._step(self._job, self._clients, before)
@@ -192,10 +195,10 @@ class _Loop:
         return state.with_(notes=(*state.notes, *events), times=times)
 
     def _evaluate(self) -> None:
-        """Score the state.
+        """Evaluate the current state.
 
         Raises:
-            RunStopped: the run cannot continue with these scores.
+            RunStopped: the scores show that the run cannot continue.
         """
         self.state, unusable = self._evaluated(self.state)
         if unusable:
@@ -209,7 +212,7 @@ class _Loop:
         return scored.with_(times=scored.times.add_evaluation(time.perf_counter() - start)), unusable
 
     def _review_round(self, state: State) -> str | None:
-        """Report a round of this process to the hooks."""
+        """Let the hooks inspect a round, unless the round was completed before this process started."""
         return self._hooks.review_round(state) if state.round > self._begun else None
 
     def _save(self) -> None:
@@ -217,6 +220,6 @@ class _Loop:
 
 
 def _abandon_round(before: State, error: GivenUp) -> State:
-    """Return the state after a round without a result, which is unchanged except for its privacy cost."""
+    """Return the state after a round that was given up: only the round number and the privacy cost change."""
     clients = torch.tensor(error.clients)
     return before.with_(round=before.round + 1, tally=before.tally.plus(clients))

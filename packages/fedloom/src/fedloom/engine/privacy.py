@@ -1,19 +1,19 @@
-"""Privacy guarantee of noise: epsilon for a given delta, computed with dp-accounting (extra ``privacy``).
+"""Privacy guarantee of the noise: epsilon for a given delta, computed with dp-accounting (extra ``privacy``).
 
-Noise added by the channel is local: each client adds it before its upload leaves the device. Epsilon then describes the
-client-level local differential privacy of everything that one client has sent, with respect to every recipient,
-including the server. Noise added by the aggregator ``private-mean`` is central: the server adds it to the sum, and
-epsilon holds with respect to recipients of the models, but not with respect to the server. Both are Gaussian
-mechanisms, composed over the rounds of the client that participated most often: together, they equal a single Gaussian
-mechanism with multiplier / sqrt(rounds), whose epsilon ``pld`` computes exactly. Amplification by sampling is not used.
+Noise of the channel is local, because each client adds it before its upload leaves the device. In this case, epsilon
+measures the client-level local differential privacy of everything that a client has sent, and it holds for every
+recipient, including the server. Noise of the aggregator ``private-mean`` is central, because the server adds it to the
+sum. In this case, epsilon holds for recipients of the models, but not for the server. In both cases, Gaussian
+mechanisms are composed over the rounds of the client that participated most often. Together, they are equivalent to a
+single Gaussian mechanism with the multiplier divided by sqrt(rounds), whose epsilon ``pld`` computes exactly.
+Privacy amplification by sampling is not used.
 
-A simulation draws continuous noise from seeded generators and protects no client. Its epsilon is the epsilon of the
-same run with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom_sites.deploy.noise`)
-and always accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the
-continuous one (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is
-at most alpha
-* rho, which ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven only for continuous
-noise.
+A simulation draws continuous noise from seeded generators, which protects no client. Its epsilon is the one that the
+same run would have with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid
+(`fedloom_sites.deploy.noise`) and always accounts by ``rdp``: the discrete Gaussian in any dimension is
+rho-concentrated with the rho of the continuous one (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi
+divergence of every order alpha > 1 is at most alpha * rho, which ``rdp`` composes and converts (Proposition 12). The
+exact epsilon of ``pld`` is proven only for continuous noise.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Accountant = Literal["rdp", "pld"]
 
 
 Noise = GaussianNoise | PrivateMean
-"""Source of Gaussian noise: clients before they send, or the server on the sum."""
+"""Source of Gaussian noise: clients add it before they send, or the server adds it to the sum."""
 
 
 def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
-    """Return the noise for which epsilon is recorded: Gaussian noise with a delta, preferably the clients' noise."""
+    """Return the Gaussian noise with a delta for which epsilon is recorded (preferably the clients' noise), or None."""
     noises = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
     return noises[0] if noises else None
 
@@ -47,11 +47,11 @@ def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> 
 def check_privacy(
     algorithm: Algorithm, channel: Channel | None, aggregator: Aggregator | None, sampler: Sampler, weigher: Weigher
 ) -> None:
-    """Raise if the accountant cannot cover the run.
+    """Raise an error if the privacy accounting does not cover everything that clients send.
 
     Raises:
-        ConfigError: the accountant is not installed, clients also send answers without noise, or the clipped values are
-        not differences.
+        ConfigError: dp-accounting is not installed, clients also send answers, fields or single uploads without noise,
+        or the clipped values are not differences.
     """
     fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
     if isinstance(aggregator, PrivateMean):
@@ -97,10 +97,10 @@ def check_privacy(
 
 
 def epsilon(channel: Noise, uploads: int) -> float:
-    """Return epsilon at ``channel.delta`` of a client that has sent ``uploads`` uploads.
+    """Return the epsilon (at ``channel.delta``) of a client that has sent ``uploads`` uploads.
 
-    With sensitivity 2 clip (``replace``: any two uploads, local differential privacy) or clip (``zero``: an upload
-    compared to none), the noise multiplier is sigma / 2 or sigma.
+    The sensitivity is 2 clip if any two uploads are compared (``replace``, local differential privacy) and clip if an
+    upload is compared to none (``zero``). The noise multiplier is therefore sigma / 2 or sigma.
     """
     assert channel.delta is not None
     multiplier = channel.sigma / (2 if channel.neighbours == "replace" else 1)
@@ -108,21 +108,21 @@ def epsilon(channel: Noise, uploads: int) -> float:
 
 
 def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> float:
-    """Return epsilon of the worst client after a round.
+    """Return the largest epsilon of any client after a round.
 
     Args:
-        channel: channel with a delta.
-        sampler: sampler of the run. The choices of a sampler that learns from uploads could reveal information, so
-            every round then counts for all clients.
+        channel: noise with a delta.
+        sampler: sampler of the run. The choices of a sampler that learns from uploads could reveal information, so with
+            such a sampler every round counts for all clients.
         uploads: number of rounds in which each client participated ``[n]``.
-        round: rounds done.
+        round: number of completed rounds.
     """
     return epsilon(channel, round if sampler.learns else int(uploads.max()))
 
 
 @cache
 def composed(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
-    """Return epsilon of ``times`` Gaussian mechanisms, which equals epsilon of one with multiplier/sqrt(times)."""
+    """Return the epsilon of ``times`` composed Gaussian mechanisms: that of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0
     from dp_accounting import dp_event, get_epsilon_gaussian, rdp

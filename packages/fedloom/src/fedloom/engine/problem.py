@@ -1,4 +1,4 @@
-"""JobFacts: the choices, data and local problems of a run, without any state."""
+"""JobFacts: settings, data and local problems of a run, without any state."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fedloom.seeds import generator
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """Computation of a run: its choices, data and local problems, without any state.
+    """Settings, data and local problems of a run, without any state.
 
     Attributes:
-        setting: the user's choices, with presets resolved.
-        oracle: the local problems.
+        setting: settings chosen by the user, with presets resolved.
+        oracle: local problems of the clients.
         fed: data on which clients train.
-        eval_fed: data on which models are evaluated, which is `fed` unless the clients were pooled.
+        eval_fed: data on which models are evaluated, which equals `fed` unless the clients were pooled.
         attackers: ids of the attackers ``[b]``.
-        alpha: clients' shares in the objective before round 1, or after `Job.replace_shares`, ``[n, 1]``.
-        chunk: largest number of clients per chunk.
-        memory: form of the clients' optimizer states. None: optimizers start every round without a state.
-        notes: sentences known before the first round.
-        replay: values that replace the run's own draws.
-        spent: work and traffic before round 1 ``[7]`` (`COUNTS`), if any.
+        alpha: weights ``[n, 1]`` of the clients in the objective, before round 1 or after `Job.replace_shares`.
+        chunk: maximum number of clients per chunk.
+        memory: form of the clients' optimizer states. None if optimizers start every round without a state.
+        notes: notes that are known before the first round.
+        replay: given values that replace the run's own random draws.
+        spent: work and traffic before round 1 ``[7]`` (see `CLIENT_COUNTS`), or None.
     """
 
     setting: Setting
@@ -56,25 +56,24 @@ class JobFacts:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The method."""
+        """Method that the run uses."""
         return self.setting.method
 
     @property
     def n(self) -> int:
-        """All clients."""
+        """Number of clients in the federation."""
         return self.fed.n
 
     @cached_property
     def fields(self) -> Mapping[str, Kind]:
-        """Upload fields and their kinds."""
+        """Upload fields of the method and their kinds."""
         return upload_fields(type(self.algorithm))
 
     @cached_property
     def masses(self) -> Tensor:
         """Weights of clients in stored or accumulated sums, float64 ``[n, 1]`` (see `Ctx.masses`).
 
-        They are 1 if the aggregator does not read weights, or if the method's uploads already contain the shares or
-        other weights.
+        All weights are 1 if the aggregator ignores weights, or if the method's uploads already contain client weights.
         """
         aggregator = self.setting.aggregator
         weighed = any(kind.weight for kind in self.fields.values())
@@ -82,49 +81,52 @@ class JobFacts:
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 
     def weights(self, up: Fields) -> list[Tensor]:
-        """Return the upload fields ``[m, 1]`` that serve as weights in the mean of other stored fields."""
+        """Return the upload fields ``[m, 1]`` that are weights in the mean of other fields that the server stores."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
 
     @cached_property
     def primary(self) -> str:
-        """Upload field that contains the model."""
+        """Name of the upload field that contains the model."""
         return primary_field(type(self.algorithm))
 
     @cached_property
     def upload(self) -> type[Fields]:
-        """Type of the upload."""
+        """Type of the method's upload."""
         upload: type[Fields] = upload_type(type(self.algorithm))
         return upload
 
     @property
     def gathers(self) -> bool:
-        """True if uploads are gathered as rows instead of being summed chunk by chunk."""
+        """True if the rows of all uploads are gathered instead of being summed chunk by chunk."""
         return self.setting.aggregation_weights.probes or self.robust
 
     @property
     def robust(self) -> bool:
-        """True if the aggregator is more than a weighted mean."""
+        """True if the aggregator is not just a weighted mean."""
         return self.setting.aggregator is not None and not self.setting.aggregator.linear
 
     @property
     def forges(self) -> bool:
-        """True if attackers forge uploads. It is None if nothing is uploaded."""
+        """True if attackers forge uploads, which requires that the method uploads something.
+
+        It is False if nothing is uploaded.
+        """
         return isinstance(self.setting.attack, Forgery) and bool(self.fields)
 
     @property
     def sees_honest(self) -> bool:
-        """True if attackers read the honest clients' models."""
+        """True if attackers can read the honest clients' models."""
         return self.forges and isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
 
     @property
     def asks(self) -> bool:
-        """True if clients answer questions about the model that they have trained."""
+        """True if clients answer queries about the model that they have trained."""
         return self.setting.aggregation_weights.probes or self.setting.sampler.learns
 
     @cached_property
     def model_field(self) -> str:
-        """Upload field that the server's side reads as a model. It is empty if the server's side reads no model."""
+        """Name of the upload field that the weigher or sampler reads as a model. It is empty if neither reads one."""
         return primary_field(type(self.algorithm)) if self.asks else ""
 
     @cached_property
@@ -134,14 +136,14 @@ class JobFacts:
 
     @cached_property
     def scored_ids(self) -> Tensor:
-        """Ids of the evaluated clients ``[s]``, ascending: all clients, or the clients drawn with the run's seed."""
+        """Ids of the evaluated clients ``[s]``, ascending: all clients, or clients drawn with the run's seed."""
         n, most = self.eval_fed.n, self.setting.evaluate.clients
         if most is None or most >= n:
             return torch.arange(n)
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
     def places_by_honesty(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of a cohort's honest clients, and of the clients that forge their uploads."""
+        """Return the positions of the honest clients in a cohort, and of the clients that forge their uploads."""
         if not self.forges:
             return torch.arange(len(ids)), torch.zeros(0, dtype=torch.long)
         forges = self.malicious[ids]
@@ -149,21 +151,21 @@ class JobFacts:
 
     @property
     def kept_fields(self) -> list[str]:
-        """Upload fields of which the server stores each client's last row."""
+        """Names of the upload fields whose last row is stored at the server for each client."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
     def regroups(self) -> bool:
-        """True if clusters, and therefore the clients' shares, are determined again between two rounds."""
+        """True if clients are clustered again during the run, which also changes their weights."""
         period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Fields that the server accumulates and of which each client's sum is also stored.
+        """Names of accumulated fields for which the sum of each client is stored, too.
 
-        A robust rule is applied to the sums of changes to clients' rows. If shares change, sums by shares are
-        recomputed from the clients' sums.
+        A robust rule needs these sums for changes of the clients' rows. If client weights change, weighted sums are
+        recomputed from these sums.
         """
         fields = self.fields.items() if self.robust or self.regroups else ()
         whole = self.regroups and not self.robust
@@ -171,13 +173,13 @@ class JobFacts:
 
     @property
     def has_personal(self) -> bool:
-        """True if clients have their own models: the method's personal models, or a mixer's mixtures."""
+        """True if each client has its own model: a personal model of the method, or the mixture that a mixer sends."""
         return (
             self.setting.personalized_aggregation is not None or type(self.algorithm).personal is not Algorithm.personal
         )
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
-        """Return personal models ``[m, d]``, or for a method without any, the mixtures that clients receive."""
+        """Return personal models ``[m, d]``, or the received models if the method trains no personal models."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
             return received.expand(work.m, -1)
@@ -185,21 +187,21 @@ class JobFacts:
 
     @property
     def mixes(self) -> bool:
-        """True if downloads are mixtures of the rows that the server stores for individual clients."""
+        """True if downloads are mixtures of rows that the server stores for the clients."""
         return self.setting.personalized_aggregation is not None or self.algorithm.mixes
 
     @cached_property
     def train_sizes(self) -> Tensor:
-        """Numbers of training samples ``[n, 1]``."""
+        """Number of training samples of each client ``[n, 1]``."""
         return self.fed.sizes("train").cpu()[:, None]
 
     @cached_property
     def everyone(self) -> Tensor:
-        """Ids ``[n]`` of all clients. Never written to."""
+        """Ids ``[n]`` of all clients. This tensor must not be modified."""
         return torch.arange(self.n)
 
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
-        """Return the server's context in a round with the cohort ``ids``. None: all clients."""
+        """Return the server's context in a round with the cohort ``ids``. None stands for all clients."""
         ids = self.everyone if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
@@ -207,18 +209,18 @@ class JobFacts:
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, projection)
 
     def mixed(self, ids: Tensor) -> Tensor:
-        """Return the clients whose stored rows are mixed in a cohort's download."""
+        """Return the clients whose stored rows are mixed into the download of the clients ``ids``."""
         mixer = self.setting.personalized_aggregation
         return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """The clients' devices. None without."""
+        """Devices of the clients, or None if the run has no devices."""
         devices = self.setting.devices
         return None if devices is None else devices.fleet(self.n, self.setting.seed, self.fed.rarity())
 
     @cached_property
     def messages(self) -> Messages:
-        """Encoding of downloads and uploads."""
+        """Encodings of downloads and uploads."""
         oracle, mixed = self.oracle, self.setting.personalized_aggregation is not None
         return Messages(self.algorithm, oracle.layout, oracle.device, self.setting.upload_transform, mixed=mixed)

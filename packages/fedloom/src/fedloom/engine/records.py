@@ -1,4 +1,4 @@
-"""Records: everything that is measured in a run except times, as a tidy table."""
+"""Records of everything that is measured in a run (except durations), as a tidy table."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from fedloom import metrics
 from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
+ROUNDING_UNITS = 8
+"""Largest relative change of a loss, in units of the numbers' precision, that counts as a rounding error."""
 DIVERGENCE_FACTOR = 10.0
-"""Multiple of the initial mean training loss (at least 1) above which a run diverges.
+"""A run diverges while its mean training loss exceeds this multiple of the initial loss (or of 1, if larger).
 
-It was chosen by arithmetic, not measured: ten classes begin at a loss of ln 10 = 2.3, and a loss of 23 gives the true
-class a probability of 1e-10, which a run that learns never approaches."""
+The value follows from a calculation, not from experiments: with ten classes, training begins at a loss of ln 10 = 2.3,
+and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that learns."""
 DIVERGING_EVALUATIONS = 3
-"""Number of consecutive diverging evaluations after which a run counts as diverged. Fewer are enough if the run ends
-with them.
+"""Number of consecutive evaluations above this multiple after which the run is reported as diverged. Fewer evaluations
+suffice if they are the last of the run.
 
-It was chosen, not measured: a single evaluation after a bad cohort may exceed the factor, and the next one then falls
-below it."""
+The value was chosen without experiments: a single evaluation after an unlucky cohort may exceed the multiple, but the
+next one is then below it again."""
 
 FEDERATION_CLIENT = -1
-"""Client number for a value of the whole federation."""
+"""Client number in records about the whole federation."""
 
 
 class Record(NamedTuple):
-    """A metric's values for all clients, or its value for the federation.
+    """Values of a metric for all evaluated clients, or a single value for the federation.
 
     Attributes:
-        round: round number, or 0 before the first round.
+        round: number of the round, or 0 before the first round.
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
-        metric: name.
-        values: values of the evaluated clients, float64 ``[s]``, or of the federation, ``[1]``.
-        total: True for a value of the federation.
+        metric: name of the metric.
+        values: one value per evaluated client, float64 ``[s]``, or one value for the federation, ``[1]``.
+        total: True if the value describes the federation.
     """
 
     round: int
@@ -55,21 +57,21 @@ class Record(NamedTuple):
 
     @classmethod
     def make_client_record(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
-        """Create the record of a metric for all evaluated clients, ``[s]``."""
+        """Create the record of a metric with one value per evaluated client ``[s]``."""
         return cls(round, model, part, metric, values.double().numpy(), total=False)
 
     @classmethod
     def make_federation_record(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
-        """Create the record of a metric for the federation."""
+        """Create the record of a metric with a single value for the federation."""
         return cls(round, model, part, metric, np.array([float(value)]), total=True)
 
 
 class Records:
-    """Records of a run: an immutable value that can be converted to a table, and to tensors for a checkpoint.
+    """Immutable collection of a run's records, which can be converted to a table, or to tensors for a checkpoint.
 
     Args:
-        items: the records.
-        ids: evaluated clients ``[s]``, ascending. None: all.
+        items: records to hold.
+        ids: ids of the evaluated clients ``[s]`` in ascending order, or None if all clients are evaluated.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
@@ -85,7 +87,7 @@ class Records:
         return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
-        """Table with the columns round, client, model, part, metric, value. Sorted."""
+        """Return a sorted table with the columns round, client, model, part, metric and value."""
         items = sorted(self.items, key=lambda r: (r[:4], not r.total))
         keys = dict(zip(Record._fields, zip(*items, strict=True), strict=True)) if items else {}
         place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))
@@ -105,23 +107,33 @@ class Records:
         )
 
     def last(self, model: str, part: str, metric: str) -> NDArray[np.float64] | None:
-        """Return the newest values of a metric."""
+        """Return the newest values of a metric, or None if it was not measured."""
         for r in reversed(self.items):
             if (r.model, r.part, r.metric) == (model, part, metric):
                 return r.values
         return None
 
-    def is_unchanged(self) -> bool:
-        """Return True if each loss measured in several rounds is equal, bit for bit, in its first and last round."""
-        losses: dict[tuple[str, str, bool], list[Record]] = {}
+    def is_unchanged(self, dtype: torch.dtype) -> bool:
+        """Return True if each loss measured in several rounds is equal in all rounds, except for rounding errors.
+
+        Some methods compute with a model that they do not change, and so change its last digits.
+
+        Args:
+            dtype: type of the numbers in which the run computes.
+        """
+        first: dict[tuple[str, str, bool], Record] = {}
+        tolerance, is_repeated = ROUNDING_UNITS * torch.finfo(dtype).eps, False
         for r in self.items:
-            if r.metric == "loss":
-                losses.setdefault((r.model, r.part, r.total), []).append(r)
-        pairs = [(rs[0].values, rs[-1].values) for rs in losses.values() if rs[-1].round > rs[0].round]
-        return bool(pairs) and all(first.tobytes() == last.tobytes() for first, last in pairs)
+            if r.metric != "loss":
+                continue
+            start = first.setdefault((r.model, r.part, r.total), r)
+            is_repeated = is_repeated or r.round > start.round
+            if not np.allclose(r.values, start.values, rtol=tolerance, atol=0.0, equal_nan=True):
+                return False
+        return is_repeated
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint stores."""
+        """Return the records as tensors, for a checkpoint."""
         keys = json.dumps([[r.round, r.model, r.part, r.metric, r.total, len(r.values)] for r in self.items])
         values = np.concatenate([*(r.values for r in self.items), np.array([])])
         columns = {
@@ -132,7 +144,7 @@ class Records:
 
     @classmethod
     def read_tensors(cls, tensors: dict[str, Tensor]) -> Records:
-        """Read records from the result of `tensors`."""
+        """Read records from tensors that `tensors` returned."""
         keys, values = json.loads(tensors["keys"].numpy().tobytes()), tensors["values"].numpy()
         ends = accumulate(k[-1] for k in keys)
         items = (
@@ -145,13 +157,14 @@ class Records:
 def score_records(
     round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
 ) -> Iterator[Record]:
-    """Yield the records of scores, and the federation's metrics that follow from them.
+    """Yield records of the scores, and of the federation's metrics that are computed from them.
 
     Args:
         round: round after which the models were evaluated.
-        scores: scores of each model.
-        sizes: number of samples of the evaluated clients ``[s]``, by part.
-        benign: NaN for attackers, which are excluded from all metrics of the federation ``[s]``. None without them.
+        scores: scores of each model on each part.
+        sizes: number of samples of each evaluated client ``[s]``, keyed by part.
+        benign: float mask ``[s]``, which is NaN for attackers, so that the federation's metrics ignore them. None if
+            there are no attackers.
     """
     for (model, part), metrics_of_part in scores.items():
         for name, value in metrics_of_part.items():
@@ -171,19 +184,19 @@ def score_records(
 
 
 class Divergence:
-    """Decides whether a run diverges while its metrics are still finite. The verdict depends only on the records.
+    """Detector of divergence in a run whose metrics are still finite. Its verdict depends only on the records.
 
-    The reference is the largest training loss of any model at the first evaluation. If ``train`` is not evaluated, no
-    divergence is detected.
+    Losses are compared to the largest training loss of any model at the first evaluation. If the ``train`` part is not
+    evaluated, no divergence is detected.
 
     Args:
-        robust: True uses the median loss over the clients, so a single one of three or more clients cannot decide. If
-            the records only contain sums, no divergence is found. False uses the mean, or the mean over samples if the
-            records only contain sums.
+        robust: True to use the median loss over clients, so that a single client (of three or more) cannot decide the
+            verdict. In this case, no divergence is detected if the records contain only values of the federation. False
+            to use the mean over clients, or the mean over samples if only this is recorded.
 
     Attributes:
-        round: evaluation by which the run had diverged. None if the run has not diverged.
-        sentence: sentence that states the model, its loss and its initial loss. It is empty if the run has not
+        round: evaluated round by which the run had diverged. None if the run has not diverged.
+        sentence: sentence that states the model, its loss and the initial loss. It is empty if the run has not
             diverged.
     """
 
@@ -195,11 +208,13 @@ class Divergence:
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
-        """Read the new records of a run. Return the sentence if the run has diverged by now, else an empty text.
+        """Read the new records of a run, and return a sentence if they show for the first time that it has diverged.
+
+        Otherwise, the returned text is empty.
 
         Args:
-            records: records of the run. Records that have already been read are skipped.
-            ended: True if there is no further evaluation.
+            records: all records of the run. Records that have already been read are skipped.
+            ended: True if there will be no further evaluation.
         """
         before = self.sentence
         new = records.items[self._records_read :]
@@ -241,7 +256,10 @@ class Divergence:
 
 
 def not_measured(model: str, metric: str, part: str, measured: Iterable[tuple[str, str, str]]) -> ConfigError:
-    """Build the error for a metric that was not measured. ``measured`` lists (model, part, metric)."""
+    """Return an error for a metric that was not measured.
+
+    ``measured`` contains all measured combinations of model, part and metric.
+    """
     names = set(measured)
     models = sorted({kind for kind, _, _ in names})
     if model not in models:

@@ -1,4 +1,4 @@
-"""Replay: uses given values instead of a run's own draws, to follow other code step by step."""
+"""Replay: given values take the place of a run's random draws, in order to follow other code step by step."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from fedloom.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Replay:
-    """Given values. The run draws all values that are None.
+    """Given values. The run draws every value that is None.
 
     Attributes:
-        initial: initial model ``[d]``, in the order of the model's ``named_parameters()``, or tensors by name (a state
-            dict).
-        cohorts: client ids of each round. A client that occurs twice counts twice in a mean.
-        batches: for each client (a list of n, or by id) and each round, a list of steps, each of which is a list of
-            positions in the client's training part. They belong to the stream "local". For a method with more streams,
-            a round is a table of such lists by stream. If a stream is wrong, an error lists the streams. A client takes
-            one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step takes two or three batches.) If
-            a round has streams other than "local", the evaluation uses them for personal models that it trains.
-        projection: matrix of a subspace method ``[dim, d]`` (Lp-Proj, ADMM-Lp-Proj).
+        initial: initial model, as a vector ``[d]`` in the order of the model's ``named_parameters()``, or as tensors
+            keyed by name (a state dict).
+        cohorts: ids of the clients in each round. A client that is listed twice counts twice in a mean.
+        batches: training batches of each client (a list with n entries, or a dict keyed by client id). The entry of a
+            client has one item per round, which is a list of steps, and each step is a list of positions in the
+            client's training part. The batches are used for the stream "local". If a method has more streams, the item
+            of a round is a dict of such lists, keyed by stream. An unknown stream raises an error that lists the
+            streams. A client takes one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step uses two
+            or three batches.) If a round has streams other than "local", they are also used to train personal models
+            during evaluation.
+        projection: matrix ``[dim, d]`` of a method that works in a subspace (Lp-Proj, ADMM-Lp-Proj).
     """
 
     initial: Tensor | Mapping[str, Tensor] | None = None
@@ -44,7 +46,7 @@ class Replay:
         """Return the initial model ``[d]``, or ``default`` if none is given.
 
         Raises:
-            ConfigError: the initial model belongs to a different model, or is not finite.
+            ConfigError: the initial model does not fit the run's model, or is not finite.
         """
         if self.initial is None:
             return default
@@ -75,15 +77,15 @@ class Replay:
         return start
 
     def cohort(self, round: int) -> Tensor | None:
-        """Return the ids of the clients in a round (counted from 1), if they are given."""
+        """Return the given client ids of a round (counted from 1), or None if no cohorts are given."""
         return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
 
     def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Return the given batches of clients in a round (counted from 1), by stream, or None if none are given."""
+        """Return the given batches of clients in a round (from 1), keyed by stream, or None if no batches are given."""
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
     def evaluation_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Return the batches after a round (from 0) of all streams except "local", or None if there are none."""
+        """Return given batches (or None) for the evaluation after a round (from 0), of all streams except "local"."""
         tuning = {
             i: {stream: table for stream, table in of.get(round, {}).items() if stream != "local"}
             for i, of in self._read.items()
@@ -91,17 +93,17 @@ class Replay:
         return [tuning.get(i, {}) for i in ids.tolist()] if any(tuning.values()) else None
 
     def check(self, algorithm: Algorithm, sampler: Sampler, rounds: int, sizes: Tensor) -> None:
-        """Check cohorts and batches.
+        """Check the given cohorts and batches.
 
         Args:
             algorithm: the method.
             sampler: sampler of the run.
-            rounds: number of rounds of the run.
-            sizes: numbers of training samples ``[n, 1]``.
+            rounds: number of rounds in the run.
+            sizes: number of training samples of each client ``[n, 1]``.
 
         Raises:
-            ConfigError: a length, an id or a position is wrong, a client in a cohort has no batches, a given value has
-                no effect, or the sampler determines the same values.
+            ConfigError: a length, an id or a position is invalid, a client in a cohort has no batches, a given value
+                has no effect, or a sampler other than the default is set together with cohorts.
         """
         if self.cohorts is not None and sampler != Uniform():
             raise Refused(
@@ -135,7 +137,10 @@ class Replay:
                 )
 
     def marks(self) -> dict[str, str]:
-        """Return a digest of every given input, by name. A checkpoint must have the same digests."""
+        """Return a digest of every given value, keyed by name.
+
+        A run can only resume from a checkpoint with the same digests.
+        """
         digests = {}
         for name in ("initial", "cohorts", "batches", "projection"):
             if getattr(self, name) is not None:
@@ -146,7 +151,7 @@ class Replay:
 
 
 def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
-    """Return the batches ``[steps, b]`` of a client's round by stream, padded with -1."""
+    """Return a client's batches in one round as arrays ``[steps, b]`` padded with -1, keyed by stream."""
     named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
     tables = {}
     for stream, steps in named.items():
@@ -163,7 +168,7 @@ def _numbers(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
-        ConfigError: the value does not consist of numbers. ``rule`` describes the required value.
+        ConfigError: the value does not consist of numbers. ``rule`` describes in the message which value is required.
     """
     try:
         return torch.as_tensor(value)
@@ -178,7 +183,7 @@ def _exactly(where: str, what: str, entries: object, wanted: int) -> None:
 
 
 def _integers(where: str, what: str, numbers: object, below: int) -> Tensor:
-    """Check that there is at least one integer, and that all integers are between 0 and ``below`` - 1."""
+    """Check that ``numbers`` is a list of at least one integer and that all are between 0 and ``below`` - 1."""
     try:
         integers = torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError):

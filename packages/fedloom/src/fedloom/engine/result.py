@@ -1,4 +1,4 @@
-"""Result of a run: its measurements and models."""
+"""Result of a run: its metrics and its models."""
 
 from __future__ import annotations
 
@@ -34,20 +34,22 @@ if TYPE_CHECKING:
 
 
 class Result:
-    """Result of a run.
+    """Metrics and models of a completed or interrupted run.
 
     Attributes:
         stop: reason why the run ended.
-        detail: round, clients and numbers of an early end.
-        rounds: rounds done.
-        notes: sentences about the data and their split, which start with ``data:``, and about the run, for instance
-            about dropped clients. Equal sentences are listed once, with the number of occurrences.
+        detail: text with the round, clients and numbers that explain an early end.
+        rounds: number of completed rounds.
+        notes: sentences about the data and their split, which start with ``data:``, and about the run, such as a note
+            on dropped clients. Identical notes are listed once, with the number of occurrences.
         status: done, diverged, interrupted or failed.
-        diverged: round by which a run had diverged if it still continued to its end with finite metrics, else None.
-        seconds: duration of each round in seconds, without evaluation, and without the one-off costs of a process's
-            first round.
-        startup: one-off costs in each round: compilation, forks, page faults (see `fedloom.engine.state.Times`).
-        models: "global", "personal" and "hybrid" models, as far as the method provides them (see `Models`).
+        diverged: round by which the model had diverged, if the run nevertheless continued to its end with finite
+            metrics, or else None.
+        seconds: duration of each round in seconds, without evaluation and without the one-time costs in the first round
+            of a process.
+        startup: one-time costs in each round, such as compilation, forks and page faults (see
+            `fedloom.engine.state.Times`).
+        models: the "global", "personal" and "hybrid" models that the method provides (see `Models`).
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
@@ -58,11 +60,11 @@ class Result:
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:
-        """Return a tidy table: round, client (-1 is the federation), model, part, metric, value."""
+        """Return a tidy table with the columns round, client (-1 is the federation), model, part, metric and value."""
         return self.state.records.table()
 
     def to_pandas(self) -> Any:
-        """`table` as a pandas DataFrame.
+        """Return `table` as a pandas DataFrame.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -70,13 +72,13 @@ class Result:
         return as_pandas(self.table())
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return a metric for each evaluated client (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
+        """Return the last value of a metric for each evaluated client (see `Job.scored_ids`), float64 ``[s]``.
 
         Args:
-            model: "global", "personal" or "hybrid". None: the model that a client would use, which is the hybrid model
-                if it was measured, else the personal model, else the global model.
-            metric: its name. None: accuracy, or the task's leading metric if accuracy was not measured.
-            part: part of the clients' samples.
+            model: "global", "personal" or "hybrid". None for the model that a client would use: the hybrid model if it
+                was measured, or else the personal model, or else the global model.
+            metric: name of the metric. None for accuracy, or the task's leading metric if accuracy was not measured.
+            part: part of the clients' data.
 
         Raises:
             ConfigError: the metric was not measured.
@@ -87,7 +89,7 @@ class Result:
         return torch.from_numpy(values)
 
     def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
-        """Return the requested metric and model, after checking that a value exists for each client."""
+        """Return the requested metric and model, after checking that the metric was measured for each client."""
         model = model or self.used
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
@@ -98,16 +100,17 @@ class Result:
 
     @property
     def used(self) -> str:
-        """Model that a client would use: the most personal model that was measured."""
+        """Model that a client would use, which is the most personal model that was measured."""
         measured = {r.model for r in self.state.records.items}
         return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
 
     def uploads(self) -> pa.Table:
-        """Return each piece of work in virtual time, in the order in which it ended.
+        """Return a table with each training task in virtual time, in the order in which the tasks ended.
 
-        Columns: ``client``. ``version`` is the number of server steps at the time of its dispatch. ``round`` is the
-        step that used the work, or in which it was given up. ``start``, ``end`` and ``busy`` are in seconds. ``fate``
-        is a word (`fedloom.engine.virtual.clock.Fate`), and ``staleness`` is the number of server steps in between.
+        Columns: ``client``. ``version`` is the number of server steps when the task was dispatched. ``round`` is the
+        server step that used the result, or during which the task was given up. ``start``, ``end`` and ``busy`` are
+        times in seconds. ``fate`` tells how the task ended (see `fedloom.engine.virtual.clock.Fate`), and ``staleness``
+        is the number of server steps between dispatch and use.
 
         Raises:
             ConfigError: the run has no devices.
@@ -126,14 +129,14 @@ class Result:
         part: str = "test",
         by: Literal["all", "client", "device"] = "all",
     ) -> dict[str, float]:
-        """Return the simulated seconds until a metric first reaches a target in an evaluation, or inf if it never does.
+        """Return the simulated seconds until an evaluation first reaches a target value, or inf if none does.
 
         Args:
-            target: value to reach.
-            metric: its name. None: accuracy, or the task's leading metric if accuracy was not measured.
-            model: "global", "personal" or "hybrid". None: the model that a client would use.
-            part: part of the clients' samples.
-            by: "all": for the mean over the clients. "client": for each client, by number. "device": for the mean of
+            target: value of the metric to reach.
+            metric: name of the metric. None for accuracy, or the task's leading metric if accuracy was not measured.
+            model: "global", "personal" or "hybrid". None for the model that a client would use.
+            part: part of the clients' data.
+            by: "all" for the mean over clients, "client" for each client (keyed by number), or "device" for the mean of
                 each device class.
 
         Raises:
@@ -168,19 +171,19 @@ class Result:
         return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Draw an Altair chart of a metric by round (see `fedloom.lazy.display`)."""
+        """Draw a metric by round as an Altair chart (see `fedloom.lazy.display`)."""
         chart: LayerChart = display().draw_curve(self.table(), metric, part)
         return chart
 
     plot = chart
 
     def _repr_html_(self) -> str:
-        """Draw a small table and a curve, for notebooks."""
+        """Return a small table and a curve as HTML, for notebooks."""
         page: str = display().notebook_page(self.table(), repr(self))
         return page
 
     def __repr__(self) -> str:
-        """Return one line that says how the run went."""
+        """Return one line that summarizes the run and its outcome."""
         end = f" ({self.detail})" if self.detail else ""
         parts = [type(self.job.algorithm).__name__, f"{self.rounds} rounds", f"{self.stop.value}{end}"]
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (self.used, "test") and not r.total}
@@ -192,7 +195,7 @@ class Result:
 
 
 class Live:
-    """`Source` of models from a run in memory."""
+    """Source of models that takes them from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
@@ -238,7 +241,7 @@ class Live:
 
     @cached_property
     def _down(self) -> Fields:
-        """Return the download for all clients, which may mix all stored rows."""
+        """Download for all clients, which may be computed from all rows that the server stores."""
         return self._job.down(self._state.server, max(self._state.round, 1))
 
     @undisturbed()
@@ -275,7 +278,7 @@ class Live:
         return ServerSide(job.algorithm, local, server, kept, job.alpha, job.train_sizes, self._state.round, seed)
 
     def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
-        """Compute running statistics ``[b]`` for a model from the training parts of clients."""
+        """Compute the running statistics ``[b]`` of a model from the training data of clients."""
         oracle = self._job.oracle
         oracle.set_statistics(row.to(oracle.device), ids)
         statistics = [s.flatten() for s in running_statistics(oracle.module)]

@@ -1,4 +1,4 @@
-"""One round: sample clients, send the download, train in chunks, aggregate accepted uploads, take the server's step."""
+"""A round: sample clients, send the download, train in chunks, aggregate accepted uploads, update the server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     """Run one round.
 
     Returns:
-        The state after the round, and sentences about events in the round.
+        The state after the round, and sentences about what happened in the round.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -56,7 +56,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
 def take(
     job: Job, state: State, t: int, cohort: Tensor, sampler: Fields, query_counts: Tensor, uploads: Uploads
 ) -> tuple[State, tuple[str, ...]]:
-    """Take the server's step with the uploads of a cohort ``[m]`` that ``sampler`` drew at cost ``query_counts [7]``.
+    """Update the server with the uploads of a cohort ``[m]`` that ``sampler`` drew at the cost ``query_counts [7]``.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -86,12 +86,12 @@ def take(
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return True if all numbers are finite, checked in a single pass."""
+    """Return True if all values are finite, reading them only once."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in values.aminmax())
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
-    """Draw the cohort. Also return the sampler's new state and the cost ``[7]`` of its queries."""
+    """Draw the cohort of a round. Return the clients, the sampler's new state, and the cost ``[7]`` of its queries."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
@@ -109,12 +109,12 @@ def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fi
 
 
 def checked_ids(ids: Tensor, n: int) -> Tensor:
-    """Check indices of clients."""
+    """Return client ids after checking that they are valid."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
         raise ValueError(f"clients must be an int64 tensor [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
     return ids
 
 
 def longest_first(job: Job, cohort: Tensor) -> Tensor:
-    """Return indices of the cohort's clients by decreasing number of training samples, then by index."""
+    """Return the order of a cohort by decreasing number of training samples (ties stay in order)."""
     return torch.from_numpy(np.argsort(-job.train_sizes.numpy()[cohort.numpy(), 0], kind="stable"))

@@ -1,4 +1,4 @@
-"""Evaluation after a round: the scores of all clients, the method's diagnostics, and their records."""
+"""Evaluation after a round: the scores of all clients, diagnostics of the method, and their records."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Evaluate every model after a round.
 
     Returns:
-        Return the state with the scores added to its records, and a sentence if a loss is not finite: a model's
-        training loss, or, if training parts are not evaluated, its loss on an evaluated part.
+        The state with the scores added to its records, and a sentence if a loss is not finite. The training losses of
+        the models decide this, or, if training parts are not evaluated, their losses on any evaluated part.
     """
     job = job.replace_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
@@ -51,7 +51,7 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
 
 
 def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list[int]]]:
-    """Yield each part whose loss is not finite at clients with samples: the part, the model, and these clients."""
+    """Yield each part, model and list of clients for which the loss is not finite although the clients have samples."""
     names = {"train": "training"}
     for (model, part), values in scores.items():
         if part in job.setting.evaluate.parts:
@@ -62,7 +62,7 @@ def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list
 
 
 def score_request(job: Job, state: State) -> ScoreRequest | None:
-    """Request the scores of every model after a round, or return None if no model can be evaluated."""
+    """Return a request for the scores of every model after a round, or None if no model can be evaluated."""
     t = state.round
     with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
@@ -90,10 +90,10 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 
 
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
-    """Yield the records of a round: scores, the clients' work so far, the privacy cost, and recovered groups.
+    """Yield the records of a round: scores, total work so far, times, privacy cost, and clusters.
 
-    The clients' work is the training in all rounds plus the work of the personal models after this round. If only some
-    clients are evaluated, the same work is assumed for the other clients.
+    The total work includes the training in all rounds and the personal models that were evaluated after this round. If
+    only some clients are evaluated, the others are assumed to need as much work for their personal models.
     """
     t, scored = state.round, job.scored_ids
     cost, scores = scores.get(WORK_KEY, {}), {key: values for key, values in scores.items() if key != WORK_KEY}
@@ -130,7 +130,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
-    """Yield the virtual time of a round, and how the clients have used their time."""
+    """Yield records of the virtual time of a round, and of how much time clients were busy, idle or absent."""
     use = use_of(clock, fleet)
     present = float((clock.now - use.absent).sum())
     yield Record.make_federation_record(t, "", "", "simulated_seconds", clock.now)
@@ -143,7 +143,7 @@ def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterato
 
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
-    """Yield the clients whose uploads arrived up to a round, and the staleness of their uploads."""
+    """Yield records of how many uploads of each client arrived up to a round, and of their staleness."""
     log, counts = clock.history(), upload_counts(clock, n)
     yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
     used = log[log[:, FATE_COLUMN] == Fate.USED]
@@ -156,7 +156,7 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:
-    """Compute the method's diagnostics after a round. The computation does not count as the method's work."""
+    """Compute the method's diagnostics after a round. This does not add to the recorded work of the method."""
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):

@@ -1,4 +1,7 @@
-"""Setting: one run as a value. Its tables are the tables of an experiment file, and its values identify a run."""
+"""Setting: all choices of a single run.
+
+Its fields correspond to the tables of an experiment file, and their values identify the run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """Which models are evaluated, when, and on which parts. These options do not affect training."""
+    """Options for when, on which parts and for which models scores are computed. They do not affect training."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,14 +73,18 @@ class Evaluate(Value):
 
 
 def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
-    """Raise if the number of workers is below one."""
+    """Raise an error if the number of workers is less than one."""
     if workers != "auto" and workers < 1:
         raise ValueError(f"must be at least 1 or 'auto', got {workers}")
     return workers
 
 
 class Engine(Value):
-    """How a run is computed. The number of workers does not change results. The other options change only rounding."""
+    """Options for how a run is computed.
+
+    The number of workers does not change any result. The options that select hardware or precision change results only
+    by rounding.
+    """
 
     free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "state_memory_mib")
 
@@ -119,7 +126,7 @@ OF_DATA = (
     "target", "client_column", "categorical", "drop", "columns", "missing", "impute", "classes", "channels_last",
     "layout",
 )  # fmt: skip
-"""Options of `fedloom.Dataset.create` that are often confused with options of a run."""
+"""Options of `fedloom.Dataset.create` that users often pass to a run by mistake."""
 NAMED_SHARES = r"clusters(-[1-9]\d*)?( every [1-9]\d*)?|groups by .+"
 Shares = (
     Literal["samples", "uniform", "groups"]
@@ -127,13 +134,13 @@ Shares = (
     | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 )
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
-"""Name or specification of a model, or a user's module, class or function."""
+"""Name or specification of a model, or a module, class or function of the user."""
 Options = Mapping[str, Any] | None
-"""Table of an experiment file. None leaves the default."""
+"""Options of one table of an experiment file. None stands for the defaults."""
 
 
 class Choices(TypedDict, total=False):
-    """Keywords of `fedloom.simulate`: fields of a `Setting`, as values, names of a kind, or tables of options."""
+    """Keyword arguments of `fedloom.simulate`: fields of `Setting` as values, names of a kind, or tables of options."""
 
     rounds: int | None
     seed: int | None
@@ -159,17 +166,18 @@ Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: Named
 
 
 class Setting(Value):
-    """One run of one method, for any data: all of a user's choices, each of which is a key or table in a file.
+    """All choices for one run of one method on any data, each of which is a key or a table in an experiment file.
 
-    A new field here is automatically read from experiment files, written to them, offered by `fedloom.simulate`, part
-    of a checkpoint's fingerprint, and named if a directory contains a different run.
+    A new field in this class is automatically read from and written to experiment files, accepted by
+    `fedloom.simulate`, included in a checkpoint's fingerprint, and named in the message if a directory contains a
+    different run.
     """
 
     per_method: ClassVar[tuple[str, ...]] = (
         "model", "task", "local", "sampler", "aggregation_weights", "personalized_aggregation", "aggregator", "attack",
         "upload_transform", "rounds", "client_weights", "schedule",
     )  # fmt: skip
-    """Choices that each method of an experiment may set separately."""
+    """Fields that can be set separately for each method of an experiment."""
 
     algorithm: Method = Field(description="a method, or a preset of several parts")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
@@ -236,7 +244,7 @@ class Setting(Value):
     def create(
         cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """Create the setting of a method. If a choice is None, its default is kept.
+        """Create the setting for a method. A choice that is None keeps its default.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -244,7 +252,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return the setting with some choices changed. If a choice is None, it stays unchanged.
+        """Return the setting with some choices changed. A choice that is None stays unchanged.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -259,14 +267,15 @@ class Setting(Value):
         places: Places | None = None,
         base: Setting | None = None,
     ) -> Setting:
-        """Create a setting from a mapping. All keywords, tables and files are converted to a run by this function.
+        """Create a setting from a mapping. All keyword arguments, tables and files become a setting in this function.
 
         Args:
-            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, as values, names
-                or tables. None keeps the default.
-            where: the file or call, used in messages.
-            places: other keys that may occur, and how keys are written. None: a mapping in Python.
-            base: setting that provides the choices missing from the mapping. None: the defaults.
+            mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
+                names or tables. None keeps a default.
+            where: file or call that is named in messages.
+            places: other keys that are allowed, and the way in which keys are written. None stands for a mapping in
+                Python.
+            base: setting that provides all choices that the mapping does not contain. None stands for the defaults.
 
         Raises:
             ConfigError: a key is unknown, has the wrong type or is out of range.
@@ -287,11 +296,11 @@ class Setting(Value):
 
     @classmethod
     def places(cls, algorithm: Any = None, **changes: Any) -> Places:
-        """Return the keys that Python accepts, and where every other key belongs.
+        """Return the keys that Python accepts, and where each of the other keys belongs.
 
         Args:
-            algorithm: the method, if its options are not allowed next to it.
-            changes: fields of the result to replace.
+            algorithm: method whose options may not be given next to it, or None if they may.
+            changes: fields of the result that are replaced.
         """
         tables = {name: table.keys() for name, table in cls.tables().items()}
         tables["partition"] = SettingTable(Partition, PARTITIONS, "iid").keys()
@@ -313,7 +322,7 @@ class Setting(Value):
 
     @classmethod
     def tables(cls) -> dict[str, SettingTable]:
-        """Return the fields that are tables in an experiment file."""
+        """Return the fields that are written as tables in an experiment file."""
         parts = {
             name: [m for m in field.metadata if isinstance(m, SettingTable)] for name, field in cls.model_fields.items()
         }
@@ -321,11 +330,14 @@ class Setting(Value):
 
     @classmethod
     def plain(cls) -> list[str]:
-        """Return the fields that are plain keys of an experiment file. A file has several seeds."""
+        """Return the fields that are written as plain keys in an experiment file.
+
+        The seed is not among them, because a file lists several seeds.
+        """
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
-        """Return every choice except the method and the seed as an experiment file writes it, including defaults."""
+        """Return all choices but method and seed, including defaults, in the form of an experiment file."""
         tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -338,7 +350,7 @@ class Setting(Value):
         return entries
 
     def numbers(self) -> dict[str, Any]:
-        """Return everything that determines a run's numbers, by dotted key."""
+        """Return all values that affect the results of a run, keyed by dotted name."""
         run = self.resolved()
         algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
         entries = flatten_document({**run.document(), "algorithm": algorithm, "seed": run.seed})
@@ -347,7 +359,7 @@ class Setting(Value):
 
     @property
     def method(self) -> Algorithm:
-        """Algorithm of the run, or of its preset."""
+        """Algorithm of the run, which a preset may contain."""
         return self.algorithm.algorithm if isinstance(self.algorithm, PresetMethod) else self.algorithm
 
     @property
@@ -361,10 +373,9 @@ class Setting(Value):
         return isinstance(self.algorithm, PresetMethod) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
-        """Replace a preset by its method, sampler and aggregation weights.
+        """Return the setting with a preset replaced by its method, sampler and aggregation weights.
 
-        If a sampler draws clients by samples, the draw already contains the shares, so the clients of a cohort have
-        equal weight.
+        If a sampler already draws clients in proportion to their samples, the clients of a cohort get equal weights.
         """
         parts, preset = dict[str, Any](), self.algorithm
         if isinstance(preset, PresetMethod):

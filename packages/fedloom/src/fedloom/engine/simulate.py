@@ -1,9 +1,10 @@
-"""simulate: runs one method on one federation, from the first round to the last."""
+"""Simulation of one method on one federation, from the first round to the last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
@@ -13,6 +14,7 @@ from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import UNATTACKED_NOTE, RunCheckpoints, check_ranks
 from fedloom.engine.checks.guard import Guard
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE
 from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.clients.scores import score_chunk
 from fedloom.engine.job import Job
@@ -24,7 +26,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
-from fedloom.errors import ConfigError, Stop, entered
+from fedloom.errors import ConfigError, Stop, entered, place_note
 from fedloom.local.oracles.precision import make_repeatable, undisturbed
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
@@ -49,10 +51,10 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Folder of the best round's checkpoints, inside the run's folder."""
+"""Folder for checkpoints of the run that repeats the rounds up to the best one, inside the run's own folder."""
 Progress = Callable[[State], object]
-"""Function that is called after every round, with the state after this round. If it returns a sentence, the run ends
-(`fedloom.callbacks`)."""
+"""Function that is called after every round with the state after this round. If it returns a sentence, the run ends
+(see `fedloom.callbacks`)."""
 
 
 @undisturbed()
@@ -76,42 +78,43 @@ def simulate(
     """Run a method on a federation.
 
     Args:
-        algorithm: method or method name, result of a preset, or complete `fedloom.Setting`.
-        fed: clients and their data. A list of clients, or a mapping by name, is also accepted, as for
-            `Federation.create`.
-        model: name in `fedloom.models`, specification, `nn.Module` whose weights are the initial values, or class or
-            function that returns a module (called as `fedloom.models.Import` does). Softmax when None.
-        folder: folder for checkpoints and client state. Calling the function again with the same arguments resumes from
-            there. None keeps everything in memory.
-        callbacks: functions called after every round. A returned sentence ends the run, and an error becomes a warning
-            (`fedloom.callbacks`).
-        advance: False to only read the folder's content.
-        pause: round after which the run is evaluated and interrupted. The same call with a later round, or without this
-            argument, resumes the run.
-        ranks: processes, each of which makes this call, from `fedloom.processes.distributed.joined`. The models are
-            then available at rank 0.
-        initial: initial model, as ``[d]`` or a state dict. This argument and the next three replay other code: they
-            replace the run's own draws, and a folder must have been made with the same values (`Replay`).
-        cohorts: client ids of each round.
-        batches: for each client, each round and each step, the positions in the client's training part.
-        projection: matrix of a subspace method ``[dim, d]``.
-        defaults: default values of a method that is passed by name: "default", "paper" for the paper's values, or
-            "released" for the values in its public code.
+        algorithm: method, name of a method, value made by a preset, or complete `fedloom.Setting`.
+        fed: clients and their data. As in `Federation.create`, a list of clients or a mapping from names to clients is
+            also accepted.
+        model: name in `fedloom.models`, model specification, `nn.Module` whose weights are the initial values, or class
+            or function that returns a module (called as described in `fedloom.models.Import`). None selects softmax
+            regression.
+        folder: folder for checkpoints and client states. If the function is called again with the same arguments, the
+            run resumes from there. None keeps everything in memory.
+        callbacks: functions that are called after every round. If one returns a sentence, the run ends, and if one
+            raises an error, a warning is logged (see `fedloom.callbacks`).
+        advance: False to only read what the folder contains, without running further rounds.
+        pause: round after which the run is evaluated and interrupted. To resume it, repeat the call with a later round
+            or without this argument.
+        ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
+            are then available only at rank 0.
+        initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three serve to follow
+            other code step by step: they replace the run's own random draws, and a folder can only be resumed with the
+            same values (see `Replay`).
+        cohorts: ids of the clients in each round.
+        batches: positions in a client's training part, listed for each client, round and step.
+        projection: matrix ``[dim, d]`` of a method that works in a subspace.
+        defaults: kind of default values for a method that is passed by name: "default", "paper" for the values in the
+            paper, or "released" for the values in its public code.
         choices: other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``,
             ``augment``, ``client_weights``, ``devices``, ``schedule``, ``evaluate``, ``engine``, ``early_stop``. None
             keeps a default.
 
     Returns:
-        Metrics and models. If a run diverged or was interrupted, `Result.stop` says so. A run has also diverged if
-        its training loss is finite but more than ten times its initial value in three evaluations in a row or in the
-        last evaluation. Such a
-        run still continues to its end.
+        Metrics and models of the run. `Result.stop` tells whether the run diverged or was interrupted. A run has also
+        diverged if its training loss is finite but exceeds ten times its initial value in three consecutive evaluations
+        or in the last evaluation. In this case, the run still continues to its end.
 
     Raises:
-        ConfigError: values are impossible, or (Refused) do not work together.
+        ConfigError: values are impossible, or cannot be combined (Refused).
         RunDirError: the folder contains a different run.
-        ClientError: code of the method failed.
+        ClientError: the code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
     if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
@@ -163,14 +166,14 @@ def simulate(
         calls = [lambda state: reason if state.round == best else None]
         result = _play(job, server, place, calls, pause, advance=advance)
         result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
-    result.notes[:0] = [f"data: {note}" for note in fed.remarks]
+    result.notes[:0] = [place_note("data", note) for note in fed.remarks]
     return result
 
 
 def _play(
     job: Job, server: Fields, place: Path | None, callbacks: Sequence[Progress], pause: int | None, *, advance: bool
 ) -> Result:
-    """Resume a run from its folder, and play its rounds unless it has ended or must only be read."""
+    """Resume a run from its folder and run the remaining rounds, unless ``advance`` is False."""
     checkpoints = RunCheckpoints(job, place)
     resumed = checkpoints.resume(initial_state(job, server))
     if not advance or resumed.stop is not None:
@@ -184,7 +187,7 @@ def _play(
 
 
 class _Simulation(Hooks):
-    """Actions that a simulation takes around its rounds."""
+    """Actions that a simulation takes before and after each round."""
 
     def __init__(
         self,
@@ -201,21 +204,16 @@ class _Simulation(Hooks):
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about callbacks that failed."""
+        """Warnings about callbacks that raised errors."""
         return self._guard.warnings
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        scored = score_round(self._job, self._clients, state)
-        self._drawn = rng_states()
-        return scored
+        return score_round(self._job, self._clients, state)
 
     def trained(self, state: State) -> tuple[str, ...]:
         notes, attackers, rounds = list[str](), self._job.attackers, self._job.setting.rounds
-        if state.round == 1 and rng_states() != self._drawn:
-            notes.append(
-                "code at the server draws from a global generator of torch, numpy or random, so "
-                "equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
-            )
+        if state.round == 1 and rng_states() != self._drawn and GLOBAL_DRAWS_NOTE not in state.notes:
+            notes.append(GLOBAL_DRAWS_NOTE)
         if state.round == 1 and not state.totals[CLIENT_COUNTS.index("samples_backward")]:
             notes.append("round 1 computed no gradient for any client, so nothing is trained")
         if state.round == rounds and len(attackers) and not state.uploads[attackers].any():
@@ -223,6 +221,9 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def review_round(self, state: State) -> str | None:
+        fields = ("server", "sampler", "weigher", "aggregator", "sums", "totals", "cohort")
+        if self._callbacks:  # which may change what they are given
+            state = state.with_(**{name: deepcopy(getattr(state, name)) for name in fields})
         answers = [self._guard.call("callback", call, state) for call in self._callbacks]
         self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str) and sentence) or None
@@ -233,9 +234,9 @@ class _Simulation(Hooks):
 
 @contextmanager
 def clients_of(job: Job) -> Iterator[LocalClients]:
-    """Open the clients of a simulation.
+    """Provide the clients of a simulation inside the block.
 
-    Their workers have enough memory for a download and for the results of a chunk.
+    Their worker processes have enough shared memory for a download and for the results of a chunk.
     """
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
@@ -254,10 +255,10 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 
 
 def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
-    """Seed the global generators for user code within a chunk's function.
+    """Return a function that seeds the global random generators, which user code may use, and then processes a chunk.
 
-    Chunks do not depend on the number of workers, so the draws do not depend on it either. The generators are restored
-    afterwards.
+    The draws do not depend on the number of workers, because the chunks do not. Afterwards, the generators are
+    restored.
     """
 
     def call(shared: S, task: K) -> T:
@@ -270,6 +271,6 @@ def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
 
 @contextmanager
 def arithmetic(job: Job) -> Iterator[None]:
-    """torch computes with one thread, and on a GPU what repeats: results must not depend on the machine."""
+    """Let torch use one thread, and deterministic operations on a GPU, so that results do not depend on the machine."""
     with undisturbed(), make_repeatable(job.oracle.device, job.setting.engine.precision):
         yield

@@ -1,4 +1,4 @@
-"""State of a run between rounds: everything that a checkpoint contains except the clients' rows."""
+"""State of a run between two rounds, which contains all of a checkpoint except the states of the clients."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
 START_UP_BASELINE_ROUNDS = 5
-"""Number of later rounds with which a process's first round is compared to determine its one-off costs."""
+"""Number of later rounds to which the first round of a process is compared to determine its one-time costs."""
 PACE_WINDOW_ROUNDS = 10
-"""Number of newest rounds and evaluations whose median is the pace."""
+"""Number of recent rounds and evaluations whose median determines the time per round."""
 MOST_LATEST = 64
-"""Number of cohorts that a tally holds before it adds them up, because a round must not cost a copy of all clients'
-counts."""
+"""Maximum number of cohorts that a tally holds before it adds them up. Otherwise, each round would copy the counts of
+all clients."""
 
 
 class Tally(NamedTuple):
-    """Counts of all clients.
+    """Number of times that each client has participated.
 
     Attributes:
-        before: counts without the latest cohorts ``[n]``.
-        latest: ids ``[m]`` of the cohorts that were counted since then.
+        before: counts that do not include the latest cohorts ``[n]``.
+        latest: ids ``[m]`` of the cohorts that are not included yet.
     """
 
     before: Tensor
     latest: tuple[Tensor, ...] = ()
 
     def plus(self, ids: Tensor) -> Tally:
-        """Return the tally with one more cohort counted."""
+        """Return a tally that includes one more cohort."""
         longer = Tally(self.before, (*self.latest, ids))
         return longer if len(longer.latest) < MOST_LATEST else Tally(longer.counts())
 
@@ -53,19 +53,17 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class Times:
-    """Measured times of a run in seconds.
+    """Measured durations of a run in seconds.
 
-    A process's first round also includes the time for compilation, forks and page faults. These one-off costs are
-    reported
-    separately:
-    they are the time by which the round exceeds the median of the rounds after it. A process with only one round is
-    compared with the
-    rounds of the other processes. The only round of a run cannot be compared, so it has no one-off costs.
+    The first round of a process also contains the time for compilation, forks and page faults. These one-time costs are
+    reported separately: they are the time by which this round exceeds the median of the rounds after it. If a process
+    has only one round, it is compared to the rounds of the other processes. If a run has only one round, its one-time
+    costs are unknown and reported as 0.
 
     Attributes:
-        rounds: duration of each round in seconds, without evaluation, with all costs included.
-        process_starts: positions in `rounds` at which a process started.
-        evaluations: duration of this process's evaluations in seconds.
+        rounds: duration of each round in seconds, without evaluation but with one-time costs.
+        process_starts: indices in `rounds` of the first round of each process.
+        evaluations: durations of the evaluations in this process, in seconds.
     """
 
     rounds: tuple[float, ...] = ()
@@ -74,19 +72,22 @@ class Times:
 
     @classmethod
     def resumed(cls, rounds: Sequence[float], process_starts: Sequence[int]) -> Times:
-        """Return the times of earlier processes, continued by a new process."""
+        """Return the durations of earlier processes, prepared for the rounds of a new process."""
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
     def add_round(self, seconds: float) -> Times:
-        """Return the times with the duration of one more round."""
+        """Return the durations with one more round."""
         return replace(self, rounds=(*self.rounds, seconds))
 
     def add_evaluation(self, seconds: float) -> Times:
-        """Return the times with the duration of one more evaluation."""
+        """Return the durations with one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
-        """Return the one-off costs of each round, at least 0. They are part of `rounds`."""
+        """Return the one-time costs of each round in seconds, which are at least 0.
+
+        The durations in `rounds` include these costs.
+        """
         costs = [0.0] * len(self.rounds)
         usual = [s for k, s in enumerate(self.rounds) if k not in self.process_starts]
         for first, end in zip(self.process_starts, [*self.process_starts[1:], len(self.rounds)], strict=True):
@@ -96,14 +97,14 @@ class Times:
         return costs
 
     def steady_seconds(self) -> list[float]:
-        """Return the duration of each round in seconds, without one-off costs."""
+        """Return the duration of each round in seconds, without one-time costs."""
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Return the recent time per round in seconds, including its part of an evaluation every ``every`` rounds.
+        """Return the recent seconds per round, including the prorated cost of evaluating every ``every`` rounds.
 
-        None before this process's third round. Also None before the process's second evaluation if evaluations take a
-        fifth of the time or more, because the first evaluation has one-off costs too.
+        Return None before the third round of this process. Also return None before its second evaluation if evaluations
+        take at least a fifth of the time, because the first evaluation has one-time costs, too.
         """
         rounds = self.rounds[self.process_starts[-1] + 1 :][-PACE_WINDOW_ROUNDS:]
         if len(rounds) < 2:
@@ -123,17 +124,18 @@ class State:
         sampler: state of the sampler.
         weigher: state of the weigher.
         aggregator: state of the aggregator.
-        sums: sums of the rows that the server stores, over all clients, float64 by field.
-        totals: `CLIENT_COUNTS` and the number of dropped uploads, over all rounds ``[8]``.
+        sums: sums over all clients of the rows that the server stores, float64, keyed by field.
+        totals: the values of `CLIENT_COUNTS` and the number of dropped uploads, summed over all rounds ``[8]``.
         tally: number of rounds in which each client sent an upload or an answer.
         cohort: clients of the last round ``[m]``.
-        trained: newest round that changed the server's state. It is earlier than `round` if a round was given up.
-        records: measurements so far.
-        notes: sentences about events such as dropped clients.
-        times: durations of the rounds in seconds. No result depends on them.
-        clock: time, virtual or at real sites, and the work under way. None without devices and without a stream.
-        shares: clients' shares in the objective ``[n, 1]``. They are given only if the run recomputes the shares. None:
-            `Job.alpha`.
+        trained: last round that changed the server's state. It is earlier than `round` if a round was given up.
+        records: records of all measurements so far.
+        notes: notes on events such as dropped clients.
+        times: durations of rounds and evaluations in seconds. No result depends on them.
+        clock: current time (simulated, or real at real sites) and the uploads that are still expected. None if the run
+            simulates no devices and has no asynchronous schedule.
+        shares: weights ``[n, 1]`` of the clients in the objective, if the run computes them again between rounds.
+            None if the weights in `Job.alpha` always apply.
     """
 
     round: int
@@ -163,11 +165,11 @@ class State:
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
-        """Return a copy with some fields changed."""
+        """Return a copy of the state with some fields changed."""
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by name, for a checkpoint."""
+        """Return all fields as named tensors, for a checkpoint."""
         parts = {name: getattr(self, name) for name in ("server", "sampler", "weigher", "aggregator", "sums")}
         numbers = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort, "shares": self.shares}
         clock = None if self.clock is None else self.clock.tensors()
@@ -175,9 +177,9 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Return the state of this run after a different round, restored from the result of `tensors`.
+        """Return the state after the given round of this run, read from tensors that `tensors` returned.
 
-        ``self`` provides the types.
+        ``self`` provides the types of the fields.
         """
 
         def like(value: F, name: str) -> F:
@@ -204,7 +206,7 @@ class State:
 
 
 def initial_state(job: Job, server: Fields) -> State:
-    """Return the state before the first round."""
+    """Return the state of a run before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(CLIENT_COUNTS) + 1, dtype=torch.long)
     if job.spent is not None:

@@ -1,4 +1,4 @@
-"""Parts of a setting that are read from values, names and tables: a method, and a field with its table."""
+"""Reading of a setting's parts from values, names and tables: methods, and fields that are tables."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedloom.values import choose, fields_of, make, make_kind
 
 
 class NamedMethod(NamedTuple):
-    """A method and its name in files.
+    """A method, and the name by which files refer to it.
 
     Attributes:
-        name: name in the registry, import path, or the class's name if no path leads to the class.
-        entry: class or preset of the method. For a composition that is not a preset, this is the class of its
+        name: name in the registry, import path, or the name of the class if it cannot be imported.
+        entry: class or preset of the method. If a composition of parts is not a known preset, this is the class of its
             algorithm.
-        value: method, or the value that the preset makes.
+        value: the method, or the value that the preset made.
     """
 
     name: str
@@ -39,17 +39,17 @@ class NamedMethod(NamedTuple):
     def read(
         cls, method: object, options: Mapping[str, Any], where: str = "", places: Places | None = None
     ) -> NamedMethod:
-        """Return a method, read together with its options.
+        """Read a method together with its options.
 
         Args:
             method: name in the registry, import path, class, method, or value made by a preset.
-            options: options of the method, and ``defaults``, which selects the constants for options that are not
+            options: options of the method, and ``defaults``, which selects the values of all options that are not
                 given.
-            where: file and table, used in the message.
-            places: where other keys belong.
+            where: file and table, which the message names.
+            places: description of where other keys belong.
 
         Raises:
-            ConfigError: the method is unknown, it does not accept an option, or a value is out of range.
+            ConfigError: the method is unknown, an option is unknown, or a value is out of range.
         """
         name, entry, built = name_method(method, where)
         fields = {**fields_of(entry), **({"defaults": None} if built is None else {})}
@@ -67,7 +67,7 @@ class NamedMethod(NamedTuple):
 
 
 def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
-    """Return the name of a method, its class or preset, and the method if it already exists.
+    """Return the name of a method, its class or preset, and the method itself if it was passed as a value.
 
     Raises:
         ConfigError: the method is unknown.
@@ -87,14 +87,14 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
 
 @dataclass(frozen=True)
 class SettingTable:
-    """How a field of `Setting` may be given: as a value, or as in an experiment file by a name or a table of options.
+    """Description of how a field of `Setting` may be given: as a value, by a name, or as a table of options.
 
     Attributes:
-        base: class of the values.
-        kinds: classes by the table's ``kind``. Empty if there is only one class.
-        default: kind of a table that does not contain ``kind``. None: a table must contain ``kind``, and "none" is not
-            a choice.
-        key: key that contains the kind.
+        base: base class of the values.
+        kinds: classes, keyed by the ``kind`` in the table. It is empty if there is only one class.
+        default: kind that is assumed if a table does not contain ``kind``. None if a table must contain ``kind``. The
+            field is then optional, and its kind may be "none".
+        key: name of the key that contains the kind.
     """
 
     base: type[Any]
@@ -103,13 +103,13 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class of each kind. The class of a table without kinds has an empty name."""
+        """Return the class of each kind. If a table has no kinds, its class is listed under an empty name."""
         return dict(self.kinds) or {"": self.base}
 
     def keys(self) -> dict[str, Iterable[str]]:
-        """Return the keys of each kind, without `key`.
+        """Return the allowed keys of each kind, except for `key`.
 
-        The keys of a table without a kind are listed under an empty name.
+        The keys of a table that names no kind are listed under an empty name.
         """
         kinds: dict[str, Iterable[str]] = {
             kind: (fields_of(entry).keys() | getattr(entry, "aliases", {}).keys()) - {self.key}
@@ -118,16 +118,16 @@ class SettingTable:
         return {"": kinds[self.default], **kinds} if self.default else kinds
 
     def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
-        """Return the value that a table describes.
+        """Read the value that a name or table describes.
 
         Args:
-            choice: value, kind, table of options, or None. In a file, only a table is allowed.
-            where: file and table, used in the message.
-            name: name of the table, used in the message.
-            places: where other keys belong.
+            choice: value, name of a kind, table of options, or None. In a file, only a table is allowed.
+            where: file and table, which the message names.
+            name: name of the table, which the message names.
+            places: description of where other keys belong.
 
         Raises:
-            ConfigError: the table contains an unknown kind or key, a wrong type or a value out of range.
+            ConfigError: a kind or key is unknown, or a value has the wrong type or is out of range.
         """
         if choice is None or isinstance(choice, self.base):
             return choice
@@ -159,7 +159,7 @@ class SettingTable:
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
     def _form(self, choice: object, name: str) -> str:
-        """Return the table that a value stands for, if the value is not a table itself."""
+        """Return advice on how to write the table for something that is not a table."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
         is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
@@ -167,7 +167,7 @@ class SettingTable:
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
     def kind(self, value: object) -> dict[str, str]:
-        """Return the key ``kind`` of a value's table, if there are several kinds."""
+        """Return the entry ``kind`` for the table of a value, or an empty dict if there is only one kind."""
         named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
         return {"kind": str(next(name for name in named if name))} if self.kinds else {}
 
@@ -180,7 +180,7 @@ def _value_at(where: str) -> str:
 
 
 def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
-    """Return the specification that a table describes: by a kind, by a name from a paper, or by user code."""
+    """Return the model specification that a table describes by a kind, a name from a paper, or a path to user code."""
     if options and all(isinstance(value, Tensor) for value in options.values()):
         raise ConfigError(
             f"{_value_at(where)}this is a state dict. Load the state dict into a module, and pass the module"

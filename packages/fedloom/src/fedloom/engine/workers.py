@@ -1,4 +1,4 @@
-"""Workers: how many processes a run starts."""
+"""Number of worker processes that a run starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ if TYPE_CHECKING:
     from fedloom.engine.problem import JobFacts
 
 WORTH_FORKING = 2e11
-"""Number of multiply-adds in a run, about four seconds on one core, from which on more workers pay off."""
+"""Number of multiply-adds in a run (about four seconds on one core) above which further workers save time."""
 
 
 def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
-    """Choose the number of processes for a run. ``auto`` uses the cores if the work justifies starting them.
+    """Return the number of worker processes for a run.
 
-    There are never more processes than clients, because a chunk has at least one client, nor more than the cores can
-    use.
+    ``auto`` uses all cores if the run is long enough to justify starting processes.
+
+    The number never exceeds the number of clients, because a chunk has at least one client, or the number of processes
+    that the cores can use.
 
     Raises:
-        Refused: several processes share a GPU.
+        Refused: several processes would have to share a GPU.
     """
     on_cpu = engine.device == "cpu"
     if engine.workers == "auto":
@@ -39,7 +41,7 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
 
 
 def idle_workers(engine: Engine) -> list[str]:
-    """Return a note if more processes are requested than the cores can use."""
+    """Return a note if more worker processes are requested than the cores can use."""
     if engine.workers == "auto" or engine.workers <= PER_CORE * cores():
         return []
     return [

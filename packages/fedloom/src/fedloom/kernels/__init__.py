@@ -1,7 +1,7 @@
-"""Loops compiled for this processor: gathering samples, pooling, and linear layers of many clients.
+"""Loops that are compiled for the processor: gathering samples, pooling, and linear layers of many clients.
 
-Arrays are C-contiguous. The order of each sum depends only on the layer and the batch, so a client's result does not
-depend on the other clients in its chunk.
+All arrays must be C-contiguous. The order of each sum depends only on the layer and the batch, so that the result of a
+client does not depend on the other clients in its chunk.
 """
 
 from fedloom.kernels.draws import shuffle

@@ -1,4 +1,4 @@
-"""Random orders of the samples of many clients, identical to PyTorch's."""
+"""Random orders of samples for many clients, which are identical to those that PyTorch draws."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
-    """Draw the batches of all clients. Each epoch is a permutation as `torch.randperm` draws it.
+    """Draw the batches of all clients. In each epoch, the order of samples is the one that `torch.randperm` draws.
 
-    A Mersenne Twister renews its words one at a time. The code renews a word only when a draw needs it, so few draws
-    need few words.
+    The state of a Mersenne Twister consists of words, which can be renewed one at a time. Here, a word is renewed only
+    when a random number is drawn from it, so that few draws need only few words.
 
     Args:
-        words: first words of the state of each client's generator ``[m, s]``, as `fedloom.seeds.states` returns them
-            for that many draws. Changed.
-        sizes: numbers of samples ``[m]``, >= 1.
-        steps: ``[m]`` batches.
-        order: workspace for an order ``[largest size]``.
-        out: array ``[k, m, b]`` that receives the positions. Other entries stay unchanged.
+        words: first words of the state of each client's generator ``[m, s]``, which `fedloom.seeds.states` returns for
+            the number of draws. They are changed.
+        sizes: number of samples of each client ``[m]``, at least 1.
+        steps: number of batches of each client ``[m]``.
+        order: memory for an order of samples, with at least as many entries as the largest size.
+        out: array ``[k, m, b]`` into which the positions of the samples are written. Entries without a sample are not
+            changed.
     """
     width = out.shape[2]
     for c in range(len(sizes)):
@@ -48,7 +49,7 @@ def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
 
 @compiled
 def _draw(words: Any, at: int) -> Any:
-    """Renew the word ``at`` of a Mersenne Twister, and return the 32 bits drawn from it."""
+    """Renew the word at position ``at`` of a Mersenne Twister, and return the 32 random bits that it yields."""
     after = np.int64(words[at + 1 if at < 623 else 0])
     both = (np.int64(words[at]) & 0x80000000) | (after & 0x7FFFFFFF)
     word = np.int64(words[at + 397 if at < 227 else at - 227]) ^ (both >> 1) ^ (0x9908B0DF if after & 1 else 0)

@@ -1,11 +1,12 @@
-"""The three products of a linear layer, for many clients at once or for one client.
+"""The three matrix products of a linear layer, for many clients at once or for one client.
 
-A layer of many clients consists of many small matrix products. A library for large products would spend most of its
-time on packing and on calls. Here, blocks of four rows times four rows keep the vector registers busy, and a single
-pass over the weights applies the gradient, the decay and the steady part of a step.
+If each client has its own layer, many small matrix products are computed. A library for large products would spend most
+of its time on copying matrices and on function calls. Here, products of blocks of four rows make full use of the
+processor's vector registers, and the gradient, the decay and the constant part of a step are applied in a single pass
+over the weights.
 
-The weights ``[o, i]`` and bias ``[o]`` of a layer are in the rows ``[m, d]`` of the clients' parameters, from columns
-``at`` and ``bias`` (-1: no bias).
+The weights ``[o, i]`` and the bias ``[o]`` of a layer are stored in the rows ``[m, d]`` of the clients' parameters,
+beginning with column ``at`` for the weights and with column ``bias`` for the bias (-1: no bias).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
-    """Compute ``out <- x W' + b``. x ``[m, b, i]``, out ``[m, b, o]``."""
+    """Compute ``out <- x W' + b`` with x ``[m, b, i]`` and out ``[m, b, o]``."""
     for c in range(len(x)):
         forward_one(w[c], at, bias, x[c], out[c])
 
 
 @compiled
 def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
-    """Compute `forward` for any number of samples: x ``[N, i]``, out ``[N, o]``, client c up to row ``ends[c]``."""
+    """Compute `forward` for x ``[N, i]`` and out ``[N, o]``, where the rows of client c end before row ``ends[c]``."""
     start = 0
     for c in range(len(ends)):
         forward_one(w[c], at, bias, x[start : ends[c]], out[start : ends[c]])
@@ -33,7 +34,7 @@ def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
 
 @compiled
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
-    """Compute ``out <- delta W``. delta ``[m, b, o]``, out ``[m, b, i]``."""
+    """Compute ``out <- delta W`` with delta ``[m, b, o]`` and out ``[m, b, i]``."""
     for c in range(len(delta)):
         backward_one(w[c], at, delta[c], out[c])
 
@@ -42,17 +43,19 @@ def backward(w: Any, at: int, delta: Any, out: Any) -> None:
 def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
     """Compute ``out <- beta out + alpha gradient + steady`` for the columns of a layer.
 
-    The gradient of the weights is ``delta' x``, and the gradient of the bias is the sum of ``delta``.
+    The gradient of the weights is ``delta' x``, and the gradient of the bias is the sum of the rows of ``delta``.
 
     Args:
-        out: ``[m, d]``.
+        out: rows of the clients ``[m, d]``, in which the columns of the layer are changed.
         at: first column of the weights.
-        bias: first column of the bias, or -1.
-        delta: gradient ``[m, b, o]``.
-        x: ``[m, b, i]``.
-        beta: factors ``[m]``. A factor of 0 discards ``out``, even if it is not finite.
-        alpha: a number.
-        steady: vectors ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
+        bias: first column of the bias, or -1 if the layer has no bias.
+        delta: gradients with respect to the outputs of the layer ``[m, b, o]``.
+        x: inputs of the layer ``[m, b, i]``.
+        beta: factor of ``out`` for each client ``[m]``. If a factor is 0, ``out`` is discarded even if it is not
+            finite.
+        alpha: factor of the gradient, which is the same for all clients.
+        steady: vectors that are added ``[m, d]``, or ``[1, d]`` if all clients have the same vector, or ``[0, d]`` for
+            zero.
     """
     for c in range(len(delta)):
         steady_row = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
@@ -61,7 +64,7 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
 
 @compiled
 def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
-    """Compute ``out [b, o] <- x W' + b`` for one client: w ``[d]``, x ``[b, i]``."""
+    """Compute ``out [b, o] <- x W' + b`` for one client with w ``[d]`` and x ``[b, i]``."""
     b, o = out.shape
     weights = w[at : at + o * x.shape[1]].reshape(o, x.shape[1])
     for q in range(0, o, 4):
@@ -76,7 +79,7 @@ def forward_one(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
 
 @compiled
 def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
-    """Compute ``out [b, i] <- delta W`` for one client: w ``[d]``, delta ``[b, o]``."""
+    """Compute ``out [b, i] <- delta W`` for one client with w ``[d]`` and delta ``[b, o]``."""
     o, i = delta.shape[1], out.shape[1]
     weights = w[at : at + o * i].reshape(o, i)
     out[:] = 0
@@ -86,7 +89,7 @@ def backward_one(w: Any, at: int, delta: Any, out: Any) -> None:
 
 @compiled
 def add_gradient_one(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, alpha: Any, steady: Any) -> None:
-    """`add_gradient` for one client: out ``[d]``, delta ``[b, o]``, x ``[b, i]``, beta a number, steady ``[d]``."""
+    """Compute `add_gradient` for one client with out ``[d]``, delta ``[b, o]``, x ``[b, i]``, steady ``[d]``."""
     b, o = delta.shape
     i = x.shape[1]
     weights = out[at : at + o * i].reshape(o, i)
@@ -118,7 +121,7 @@ def _prepare(values: Any, beta: Any, steady: Any, at: int) -> None:
 
 @compiled
 def _dots(x: Any, w: Any, out: Any) -> None:
-    """Compute ``out[p, q] <- <x[p], w[q]>`` for at most four rows of each."""
+    """Compute the scalar products ``out[p, q] <- <x[p], w[q]>`` for at most four rows of x and w."""
     zero = w.dtype.type(0)
     if len(x) == 4 and len(w) == 4:
         x0, x1, x2, x3 = x[0], x[1], x[2], x[3]

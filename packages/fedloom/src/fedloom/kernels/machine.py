@@ -1,4 +1,4 @@
-"""Compilation of loops for this processor (with numba)."""
+"""Compilation of loops for the processor of this machine, by numba."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ FASTMATH_FLAGS: dict[str, Any] = {
 
 
 MIN_FREE_BYTES = 64 << 20
-"""Number of bytes that must be free on the disk that stores machine code."""
+"""Minimum number of bytes that must be free on a disk on which machine code is stored."""
 
 
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop, and cache the machine code in the package's folder or in the user's cache.
+    """Compile a loop, and store the machine code in the folder of the package or in the user's cache.
 
-    Without a home folder, as in a container, nothing is cached, because numba would create a folder named ``~`` in the
-    working folder.
+    If there is no home folder, as in some containers, the code is not stored, because numba would create a folder named
+    ``~`` in the working folder.
 
-    numba compiles a cached function again if the function's own file changes, but not if the function calls a function
-    in another file that changed: remove the folder's ``__pycache__`` after such a change.
+    numba compiles a stored function again if the file of the function has changed, but not if the function calls a
+    function from another file that has changed. In this case, remove the folder ``__pycache__``.
     """
     home = os.path.expanduser("~")
     places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]
@@ -42,10 +42,11 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lock_cache(loop: Any) -> Callable[..., Any]:
-    """Let one process at a time read or write the machine code of a compiled loop.
+    """Allow only one process at a time to read or write the machine code of a compiled loop.
 
-    numba names a file after the index that it has read, and writes the index before the file. Without a lock, two
-    processes that compile at the same time store two versions under one name, and a third process loads the wrong one.
+    numba chooses the name of a file by the index that it has read, and writes the index before the file. Without a
+    lock, two processes that compile at the same time could store two versions under the same name, and a third process
+    could load the wrong one.
     """
     if numba.config.DISABLE_JIT:  # then the loop stays a plain function
         return loop  # type: ignore[no-any-return]
@@ -66,7 +67,7 @@ def _locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
 
 @contextmanager
 def _lock_folder(folder: str) -> Iterator[None]:
-    """Lock a folder of machine code, unless the disk has no locks or the folder cannot be written."""
+    """Lock a folder with machine code, unless the disk does not support locks or the folder cannot be written."""
     lock = _lock_of(folder)
     try:
         os.makedirs(folder, exist_ok=True)
@@ -82,5 +83,5 @@ def _lock_folder(folder: str) -> Iterator[None]:
 
 @cache
 def _lock_of(folder: str) -> FileLock:
-    """Return the lock of a folder. It can be acquired again while it is held."""
+    """Return the lock of a folder. A process that already holds it can acquire it again."""
     return FileLock(os.path.join(folder, "machine-code.lock"))

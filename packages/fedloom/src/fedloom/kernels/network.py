@@ -1,6 +1,6 @@
-"""Gradients and complete descents of small networks, one client at a time, so that its parameters stay in the cache.
+"""Gradients and training of small networks, for one client after another, so that its parameters stay in the cache.
 
-A network consists of linear layers, each optionally followed by a rectifier. The loss is the cross-entropy.
+A network consists of linear layers, each of which may be followed by a rectifier. The loss is the cross-entropy.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fedloom.kernels.machine import compiled
 from fedloom.kernels.samples import gather
 
 BLOCK_SAMPLES = 128
-"""Number of samples of a client that pass through a network together. It is a multiple of four, so no sum depends on
-it.
+"""Maximum number of samples of a client that pass through a network together.
 
-If the gradient changes the parameters, the whole batch passes through together.
+It is a multiple of four, so that no sum depends on it. If the gradient is written into the parameters themselves, the
+whole batch passes through the network together.
 """
 
 
@@ -26,31 +26,32 @@ def add_gradients(
     out: Any, w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, count: Any, total: Any,
     classes: Any, beta: Any, alpha: Any, steady: Any, room: Any, block: int,
 ) -> Any:  # fmt: skip
-    """Compute ``out <- beta out + alpha gradient + steady`` for a network, with one batch's gradient at ``w``.
+    """Compute ``out <- beta out + alpha gradient + steady`` with the gradients of a network at ``w`` on one batch.
 
     Args:
-        out: ``[m, d]``. May be ``w``.
-        w: ``[m, d]``.
-        layers: see `descend`.
-        data: see `descend`.
-        scale: see `descend`.
-        shift: see `descend`.
-        y: see `descend`.
-        where: positions in ``data`` ``[m, b]``.
-        count: numbers of samples in the batch ``[m]``. The first ``count`` positions are used.
-        total: divisors of the sum of sample losses ``[m]``.
-        classes: see `descend`.
-        beta: ``[m]``.
-        alpha: a number.
-        steady: see `descend`.
-        room: workspace as in `descend`, with ``block`` in place of b.
-        block: number of samples that pass through the network together, b or more if ``out`` is ``w``.
+        out: result for each client ``[m, d]``. It may be the same array as ``w``.
+        w: parameters of each client ``[m, d]``.
+        layers: linear layers, as in `descend`.
+        data: stored samples, as in `descend`.
+        scale: factors of the features, as in `descend`.
+        shift: values added to the features, as in `descend`.
+        y: classes of the samples, as in `descend`.
+        where: positions of each client's samples in ``data`` ``[m, b]``.
+        count: number of samples in the batch of each client ``[m]``. Only the first ``count`` positions are used.
+        total: number by which the sum of the losses of a client's samples is divided ``[m]``.
+        classes: weights of the classes, as in `descend`.
+        beta: factor of ``out`` for each client ``[m]``.
+        alpha: factor of the gradient, which is the same for all clients.
+        steady: vectors that are added, as in `descend`.
+        room: memory for values of the layers, as in `descend` but for ``block`` samples instead of b.
+        block: maximum number of samples that pass through the network together, which must be at least b if ``out`` is
+            ``w``.
 
     Returns:
-        A value that the caller ignores, as in `gather`.
+        Value that the caller may ignore, as in `gather`.
 
     Raises:
-        IndexError: a position is not within 0..N-1.
+        IndexError: a position is not in 0..N-1.
     """
     kind, touched = room.dtype.type, np.int64(0)
     for c in range(len(w)):
@@ -68,40 +69,41 @@ def descend(
     factor: Any, classes: Any, beta: Any, alpha: Any, steady: Any, pulled: Any, rate: Any,
     row: Any, velocity: Any, room: Any,
 ) -> Any:  # fmt: skip
-    """Take every step of every client, ``w <- beta w + alpha gradient + steady``, one client at a time.
+    """Train all clients, one after another, with steps ``w <- beta w + alpha gradient + steady``.
 
-    A client's parameters then stay in the cache from one step to the next. With momentum beta, the step is ``v <- beta
-    v + alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first step. The loss of a
-    sample is its cross-entropy times ``factor`` and the weight of its class, divided by the number of samples in the
-    step.
+    In this order, the parameters of a client stay in the cache from one step to the next. With momentum, a step is ``v
+    <- beta v + alpha gradient + steady + pulled w`` and then ``w <- w - rate v``, where v is zero before the first
+    step. The loss of a sample is its cross-entropy times ``factor`` and the weight of its class, divided by the number
+    of samples in the step.
 
     Args:
-        w: ``[m, d]``.
-        layers: layers ``[L, 5]`` int64: first column of the weights and of the bias (-1: no bias), inputs, outputs, and
-            1 if a rectifier follows.
+        w: parameters of each client ``[m, d]``, which are changed.
+        layers: linear layers, as int64 ``[L, 5]``: first column of the weights, first column of the bias (-1: no bias),
+            number of inputs, number of outputs, and 1 if a rectifier follows.
         data: stored samples ``[N, i]``.
-        scale: scale ``[i]`` (see `gather`).
-        shift: ``[i]``.
-        y: ``[N]`` classes.
-        where: positions in ``data`` ``[k, m, b]``.
-        steps: numbers of steps of each client ``[m]``, at most k.
-        count: numbers of samples in each step ``[k, m]``. The first ``count`` positions are used.
-        factor: ``[m]``.
-        classes: class weights ``[m, C]``, or ``[m, 0]`` if all are 1.
-        beta: ``[m]``.
-        alpha: a number.
-        steady: vectors ``[m, d]``, ``[1, d]`` if all clients share it, or ``[0, d]`` for zero.
-        pulled: ``[m]``.
-        rate: a number.
-        row: workspace for the parameters of one client ``[d]``, aligned to a cache line.
-        velocity: workspace ``[d]`` that is overwritten, or ``[0]`` without momentum.
-        room: workspace for values between the layers ``[b (i + sum of outputs + 2 largest outputs)]``.
+        scale: factors of the features ``[i]`` (see `gather`).
+        shift: values added to the features ``[i]`` (see `gather`).
+        y: classes of the samples ``[N]``.
+        where: positions of the samples in ``data``, for each step and client ``[k, m, b]``.
+        steps: number of steps of each client ``[m]``, which is at most k.
+        count: number of samples in each step of each client ``[k, m]``. Only the first ``count`` positions are used.
+        factor: factor of each client's losses ``[m]``.
+        classes: weights of the classes for each client ``[m, C]``, or ``[m, 0]`` if all weights are 1.
+        beta: factor of each client's parameters, or of its momentum ``[m]``.
+        alpha: factor of the gradient, which is the same for all clients.
+        steady: vectors that are added ``[m, d]``, or ``[1, d]`` if all clients have the same vector, or ``[0, d]`` for
+            zero.
+        pulled: factor of each client's parameters in a step with momentum ``[m]``.
+        rate: step size with momentum, which is the same for all clients.
+        row: memory for the parameters of one client ``[d]``, which begins at a cache line.
+        velocity: memory for the momentum of one client ``[d]``, or ``[0]`` without momentum.
+        room: memory for the values of the layers, with ``b (i + sum of outputs + 2 largest outputs)`` entries.
 
     Returns:
-        A value that the caller ignores, as in `gather`.
+        Value that the caller may ignore, as in `gather`.
 
     Raises:
-        IndexError: a position is not within 0..N-1.
+        IndexError: a position is not in 0..N-1.
     """
     kind, touched = room.dtype.type, np.int64(0)
     for c in range(len(w)):
@@ -126,9 +128,10 @@ def _propagate(
     w: Any, out: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, share: Any, classes: Any,
     beta: Any, alpha: Any, steady: Any, room: Any, block: int,
 ) -> Any:  # fmt: skip
-    """Set ``out <- beta out + alpha gradient + steady`` for a client: w, out ``[d]``, where ``[b]``, classes ``[C]``.
+    """Compute ``out <- beta out + alpha gradient + steady`` for one client.
 
-    The loss of a sample counts ``share`` times the weight of its class.
+    The shapes are w and out ``[d]``, where ``[b]``, and classes ``[C]``. The loss of a sample is multiplied by
+    ``share`` and by the weight of its class.
     """
     last, touched, wide = len(layers) - 1, np.int64(0), 0
     for j in range(len(layers)):
@@ -171,7 +174,7 @@ def _copy(values: Any, out: Any) -> None:
 
 @compiled
 def _rectify(values: Any, h: Any) -> None:
-    """Set entries to zero where ``h`` is not positive. NaN entries stay NaN."""
+    """Replace values by 0 where ``h`` is not positive. NaN values stay NaN."""
     zero = values.dtype.type(0)
     for k in range(len(values)):
         values[k] = zero if h[k] <= zero else values[k]
@@ -187,7 +190,7 @@ def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
 
 @compiled
 def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
-    """Compute ``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of class y."""
+    """Compute ``z [b, k] <-`` factor (softmax(z) - e_y), multiplied by the weight of class y."""
     for p in range(len(z)):
         scores, label = z[p], y[where[p]]
         top, total = scores[0], scores.dtype.type(0)

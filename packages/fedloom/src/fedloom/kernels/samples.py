@@ -1,4 +1,4 @@
-"""Gathering samples, and pooling of images."""
+"""Gathering of samples, and pooling of images."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
     """Compute ``out[r] <- scale data[index[r]] + shift``.
 
     Args:
-        data: ``[N, i]``.
-        index: ``[r]``.
-        scale: ``[i]``.
-        shift: ``[i]``.
-        out: ``[r, i]``.
+        data: stored samples ``[N, i]``.
+        index: positions of the samples in ``data`` ``[r]``.
+        scale: factors of the features ``[i]``.
+        shift: values added to the features ``[i]``.
+        out: normalized samples ``[r, i]``.
 
     Returns:
-        A value that the caller ignores. It prevents the compiler from removing the prefetches of rows.
+        Value that the caller may ignore. It only prevents the compiler from removing the code that loads rows in
+        advance.
 
     Raises:
-        IndexError: an index is not within 0..N-1.
+        IndexError: a position in ``index`` is not in 0..N-1.
     """
     kind, lines, touched = out.dtype.type, range(0, data.shape[1], 64 // data.itemsize), np.int64(0)
     for start in range(0, len(index), 8):
@@ -45,7 +46,7 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
 
 
 def _number(value: object) -> Any:
-    """Read a number. int16 values contain the bits of bfloat16 values."""
+    """Return a value as a number. An int16 value contains the bits of a bfloat16 number."""
     raise NotImplementedError  # compiled only
 
 
@@ -64,13 +65,14 @@ def _above(value: object, best: object) -> Any:
 
 @compiled
 def pool(x: Any, out: Any, place: Any) -> None:
-    """Compute ``out <- max(0, maximum of each 2x2 square of x)``. NaN entries stay NaN.
+    """Compute ``out <- max(0, maximum of each 2x2 square of x)``. NaN values stay NaN.
 
     Args:
-        x: images ``[b, h, w, c]``. An odd last row or column is ignored. int16: the bits of bfloat16.
-        out: result ``[b, h // 2, w // 2, c]``.
-        place: position of each maximum (the first if there are several): 0 and 1 in the upper row, 2 and 3 in the lower
-            row, 4 if the output is zero. These are bytes with the shape of ``out``.
+        x: images ``[b, h, w, c]``. If the height or width is odd, the last row or column is ignored. int16 values
+            contain the bits of bfloat16 numbers.
+        out: pooled images ``[b, h // 2, w // 2, c]``.
+        place: position of each maximum (the first one if there are several): 0 and 1 in the upper row, 2 and 3 in the
+            lower row, 4 if the result is zero. These are bytes in an array with the shape of ``out``.
     """
     zero = x.dtype.type(0)
     samples, high, wide, channels = out.shape
@@ -95,7 +97,7 @@ def pool(x: Any, out: Any, place: Any) -> None:
 
 @compiled
 def unpool(delta: Any, place: Any, out: Any) -> None:
-    """Compute `pool`'s input gradient, ``out [b, h, w, c]``, from ``delta [b, h // 2, w // 2, c]``."""
+    """Compute the gradient of the input of `pool`, ``out [b, h, w, c]``, from ``delta [b, h // 2, w // 2, c]``."""
     zero = delta.dtype.type(0)
     samples, high, wide, channels = delta.shape
     for s in range(samples):

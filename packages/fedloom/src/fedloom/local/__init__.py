@@ -1,4 +1,7 @@
-"""Local training: settings, the training loop, and the oracles. It is the only layer that calls autograd."""
+"""Local training: its settings, the training loop, and the oracles that compute gradients.
+
+No other layer calls autograd.
+"""
 
 from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing

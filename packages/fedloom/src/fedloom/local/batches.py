@@ -1,4 +1,4 @@
-"""Batches: the samples that each client of a chunk uses in each step of a stream."""
+"""Batches of samples that the clients of a chunk use in each step."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
 PASS_STREAM = "pass"
-"""Stream of passes over a client's whole training part."""
+"""Name of the stream for passes over a client's whole training part."""
 
 PIECE_SAMPLES = 1024
-"""Number of samples of one client that a pass over its whole training part processes together."""
+"""Number of samples per client that are processed together in a pass over the whole training part."""
 
 MIN_COMPILED_CLIENTS = 8
-"""Number of clients from which on a compiled loop for their batches pays off. A client that trains alone does not wait
-for the compiler."""
+"""Minimum number of clients for which a compiled loop draws the batches. With fewer clients, waiting for the compiler
+would take longer than it saves."""
 
 FixedBatches = Mapping[Purpose, Tensor]
-"""A client's batches in a round ``[steps, b]`` by stream: positions in its training part, or -1. Given, not drawn."""
+"""Batches of a client in a round ``[steps, b]``, keyed by stream: positions in its training part, padded with -1.
+These batches are given by the user instead of drawn."""
 
 
 class BatchKey(NamedTuple):
-    """Identity of a random draw for a batch: seed, round, client ids, stream and step."""
+    """Key of the random draws for a batch: seed, round, client ids, stream and step."""
 
     seed: int
     round: int
@@ -36,21 +37,22 @@ class BatchKey(NamedTuple):
     k: int
 
     def generator(self, row: int, purpose: str) -> torch.Generator:
-        """Return the generator for the client in ``row``, seeded by (seed, round, client, (*stream, k, purpose))."""
+        """Return the generator of the client in ``row``, seeded by (seed, round, client, (*stream, k, purpose))."""
         stream = self.stream if isinstance(self.stream, tuple) else (self.stream,)
         return generator(self.seed, self.round, self.ids[row], (*stream, self.k, purpose))
 
 
 class Batch(NamedTuple):
-    """One batch per client: positions in its training part, or -1 if a short batch contains no more samples.
+    """One batch per client, as positions in its training part. Short batches are padded with -1.
 
     Attributes:
-        position: positions ``[m, b]`` in 0..n_i-1, or -1. Samples come before the padding.
-        where: result ``[m, b]`` of `Oracle.locate` for the positions.
+        position: positions ``[m, b]`` from 0 to n_i - 1, or -1 for padding. Padding follows the samples.
+        where: result ``[m, b]`` of `Oracle.locate` for these positions.
         count: number of samples in each client's batch ``[m, 1]``.
         ids: client ids ``[m]``.
-        draw: key for further draws for this batch, for instance dropout masks.
-        total: divisor of the sum of sample losses ``[m, 1]``: ``count``, or the client's size for a part of its data.
+        draw: key of further random draws for this batch, such as dropout masks.
+        total: number by which the sum of sample losses is divided ``[m, 1]``. This is ``count``, or the client's size
+            if the batch is a part of its data.
         full: True if no client's batch is padded.
     """
 
@@ -63,21 +65,21 @@ class Batch(NamedTuple):
     full: bool
 
     def scaled(self, factor: Tensor) -> Batch:
-        """Multiply the losses of each client's samples, and therefore the batch's gradient, by ``factor [m, 1]``."""
+        """Multiply the losses of each client's samples (and thus the batch's gradient) by ``factor [m, 1]``."""
         return self._replace(total=self.total / factor.to(self.total.device))
 
 
 class BatchPlan(NamedTuple):
-    """All batches of a stream.
+    """All batches of a chunk's clients in one stream.
 
     Attributes:
         position: positions ``[steps, m, b]``.
-        where: result ``[steps, m, b]`` of `Oracle.locate` for the positions.
-        count: number of samples in each batch ``[steps, m, 1]``.
-        width: length of the longest batch in each step.
-        narrowest: length of the shortest batch in each step.
+        where: result ``[steps, m, b]`` of `Oracle.locate` for these positions.
+        count: number of samples in each client's batch ``[steps, m, 1]``.
+        width: size of the largest batch in each step.
+        narrowest: size of the smallest batch in each step.
         ids: client ids ``[m]``.
-        draw: key for random draws, except for the step.
+        draw: key of random draws, without the number of the step.
     """
 
     position: Tensor
@@ -89,21 +91,21 @@ class BatchPlan(NamedTuple):
     draw: BatchKey
 
     def take(self, clients: slice | Tensor) -> BatchPlan:
-        """Select the plan of some clients."""
+        """Select the batches of some clients."""
         ids = self.ids[clients]
         draw = self.draw._replace(ids=tuple(ids.tolist()))
         position, where, count = self.position[:, clients], self.where[:, clients], self.count[:, clients]
         return self._replace(position=position, where=where, count=count, ids=ids, draw=draw)
 
     def batch(self, k: int) -> Batch:
-        """Return the batch of each client in step ``k``, as wide as the longest batch."""
+        """Return each client's batch in step ``k``, padded to the size of the largest batch."""
         position, where, count, width = self.position[k], self.where[k], self.count[k], self.width[k]
         if width < position.shape[1]:
             position, where = position[:, :width], where[:, :width]
         return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
     def each(self, steps: Tensor) -> Batch:
-        """Return the batch of each client in its own step, ``steps [m]``."""
+        """Return the batch of each client in a different step per client, given by ``steps [m]``."""
         rows = torch.arange(len(steps))
         position, where, count = (t[steps, rows] for t in (self.position, self.where, self.count))
         return Batch(position, where, count, self.ids, self.draw, count, int(count.min()) == position.shape[1])
@@ -120,11 +122,11 @@ def make_plan(
     locate: Callable[[Tensor, Tensor], Tensor],
     fixed_batches: Sequence[FixedBatches] | None = None,
 ) -> BatchPlan:
-    """Plan the batches of all clients in a chunk, for one stream of a round.
+    """Draw the batches of all clients in a chunk, for one stream of a round.
 
-    If ``batch_size`` is None, each batch is the full training part.
+    If ``batch_size`` is None, every batch contains the whole training part.
 
-    The batches in ``fixed_batches``, with one entry per client, are not drawn.
+    If ``fixed_batches`` has an entry for each client, its batches are used instead.
 
     Raises:
         ConfigError: a client has fewer fixed batches than steps.
@@ -152,7 +154,7 @@ def _position(
     stream: Purpose,
     fixed_batches: Sequence[FixedBatches] | None,
 ) -> Tensor:
-    """Return positions ``[most steps, m, b]``, computed for one client after another."""
+    """Return positions ``[most steps, m, b]``, drawn for one client after another."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
@@ -185,7 +187,7 @@ def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream
 
 
 def placed(position: Tensor, places: Tensor) -> Tensor:
-    """Return the positions ``[..., m, b]`` in the whole training part of the samples at ``places [m, c]``."""
+    """Convert positions ``[..., m, b]`` among the samples ``places [m, c]`` to positions in the whole training part."""
     places = places.expand(*position.shape[:-1], -1)
     return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
 
@@ -199,10 +201,9 @@ def pieces(
     together: int | None = None,
     places: Tensor | None = None,
 ) -> list[Batch]:
-    """Yield batches that together contain each client's entire part ``sizes [m, 1]``, or the samples at ``places``.
+    """Return batches that together cover each client's training part (of size ``sizes [m, 1]``), or only ``places``.
 
-    A batch contains the first clients, up to the last client with remaining samples, with ``together`` samples for
-    each.
+    Each batch contains up to ``together`` samples of every client, without the clients at the end that have none left.
     """
     longest, together = int(sizes.max()), PIECE_SAMPLES if together is None else together
     batches = []

@@ -1,4 +1,4 @@
-"""Context of a round on the server's side."""
+"""Context of a round: what the functions of the server know."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fedloom.seeds import generator
 
 
 class Nothing(NamedTuple):
-    """A state without fields."""
+    """State without fields."""
 
 
 class Ctx(NamedTuple):
-    """What the server's functions know about a round. It is the same in simulations and in deployments.
+    """Information about a round for the functions of the server. It is the same in simulations and in deployments.
 
     Attributes:
-        round: round number, from 1, or 0 in `Algorithm.init`.
-        n: all clients.
-        m: number of clients in the (accepted) cohort.
+        round: number of the round, from 1, or 0 in `Algorithm.init`.
+        n: number of all clients.
+        m: number of clients in the cohort (after rejecting uploads).
         ids: ids of these clients ``[m]``.
-        layout: shapes of the model.
-        weight: clients' shares alpha_i ``[n, 1]``, which sum to 1 over all clients.
+        layout: names and shapes of the model's parameters.
+        weight: weights alpha_i of the clients in the objective ``[n, 1]``, which sum to 1.
         sizes: number of training samples of each client ``[n, 1]``.
-        groups: group of each client ``[n]``, if the run defines groups.
+        groups: group of each client ``[n]``, or None if the run defines no groups.
         local: settings of local training.
         seed: seed of the run.
-        rounds: number of rounds of the run.
-        projection: matrix of a subspace method ``[k, d]``, if a run replays it.
+        rounds: number of rounds in the run.
+        projection: matrix ``[k, d]`` of a method that works in a subspace, if a run replays it, or None.
     """
 
     round: int
@@ -50,31 +50,33 @@ class Ctx(NamedTuple):
 
     @property
     def masses(self) -> Tensor:
-        """Clients' shares divided by the largest share, ``[n, 1]`` float64.
+        """Client weights divided by the largest weight, ``[n, 1]`` float64.
 
-        They are exactly 1 if all shares are equal.
+        They are exactly 1 if all weights are equal.
         """
         shares = self.weight.double()
         return shares / shares.max()
 
     @property
     def cohort_masses(self) -> Tensor:
-        """Values of `masses` for the cohort, ``[m, 1]``."""
+        """Values of `masses` for the clients of the cohort, ``[m, 1]``."""
         return self.weight[self.ids].double() / _largest(self.weight)
 
     @property
     def part(self) -> float:
-        """Cohort's part of all shares, which is the sum of alpha_i over ``ids``: m/n if the shares are equal."""
+        """Sum of the weights alpha_i over the cohort, which is m/n if all weights are equal."""
         masses = self.masses
         return float(masses[self.ids].sum() / masses.sum())
 
     @property
     def reach(self) -> float:
-        """Return the length of a round's local SGD in gradient-flow time: step size times mean number of steps.
+        """Duration of a round of local SGD in gradient-flow time: step size times mean number of steps.
 
-        With momentum, the i-th step counts 1 + ... + momentum^(i-1), as on a constant gradient. Dampening and
-        Nesterov's step are also taken into account. Other optimizers move each coordinate by the step size, whatever
-        the gradient is. This counts like a gradient of norm one. Adam's averages do not change a constant gradient.
+        With momentum, step i is counted as 1 + ... + momentum^(i-1) steps, which is exact for a constant gradient.
+        Dampening and Nesterov momentum are taken into account, too. Optimizers that normalize the gradient move each
+        coordinate by about the step size, no matter how large the gradient is. The length of such a step is converted
+        to time as if the gradient had a norm of 1. Adam's averages can be ignored here, because they do not change a
+        constant gradient.
         """
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
@@ -85,12 +87,12 @@ class Ctx(NamedTuple):
         return local.lr * max(mean, 1.0) * unit
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return the server's generator for this round."""
+        """Return the server's random generator for a purpose in this round."""
         return generator(self.seed, self.round, purpose=("server", purpose))
 
 
 def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> float:
-    """Return the displacement that momentum steps cause on a constant gradient of one, at step size 1."""
+    """Return how far SGD with momentum moves in ``steps`` steps of size 1 on a constant gradient of 1."""
     rest = 1 - momentum
     length = (steps - momentum * (1 - momentum**steps) / rest) / rest
     if dampening:  # the first gradient is not dampened
@@ -100,5 +102,8 @@ def _length(steps: int, momentum: float, dampening: float, nesterov: bool) -> fl
 
 @lru_cache(maxsize=2)
 def _largest(shares: Tensor) -> Tensor:
-    """Return the largest share of all clients in double precision. It is computed once, and not in every round."""
+    """Return the largest weight of all clients in double precision.
+
+    The result is cached, so that it is not computed in every round.
+    """
     return shares.max().double()

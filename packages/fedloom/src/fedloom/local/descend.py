@@ -1,4 +1,4 @@
-"""descend: local SGD, or another optimizer, with a declared direction, so that an oracle can fuse the steps."""
+"""descend: local SGD (or another optimizer) whose direction is given as data, so that oracles can fuse the steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 Pull = tuple[float | Tensor, Tensor]
-"""(mu, x): the term mu/2 ||w - x||^2, where x is ``[d]`` or ``[m, d]``.
+"""Pair (mu, x) for a proximal term mu/2 ||w - x||^2, where x is ``[d]`` or ``[m, d]``.
 
-mu is a number or ``[m, 1]``. If mu is ``[d]`` or ``[m, d]``, the term is the sum of mu_j/2 (w_j - x_j)^2.
+The strength mu is a number or ``[m, 1]``. If mu is ``[d]`` or ``[m, d]``, the term is the sum over coordinates j of
+mu_j/2 (w_j - x_j)^2.
 """
 
 ALL_ROWS = [slice(None)]
@@ -59,31 +60,34 @@ def descend(
     decay: float = 1.0,
     terms: Sequence[Term] = (),
 ) -> Tensor:
-    """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> + terms, started at ``w``.
+    """Minimize s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> + terms by local SGD that starts at ``w``.
 
-    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping of `LocalSGD`. If a
-    prox is given, ``w <- centre + prox_{lr f}(w - centre)`` follows. Other optimizers of `LocalSGD` use the same
-    direction, without a prox.
+    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, where g is the gradient on a batch, with the momentum,
+    decay and clipping of `LocalSGD`. If a prox is given, the step ``w <- centre + prox_{lr f}(w - centre)`` follows.
+    The other optimizers of `LocalSGD` use the same direction, but support no prox.
 
     Args:
         w: starting point of each client, ``[d]`` or ``[m, d]``. Not modified.
-        work: the local problems.
-        pull: pairs (mu, x). mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a strength per coordinate.
+        work: local problems of the clients.
+        pull: proximal terms (mu, x), where mu is a number, ``[m, 1]``, or ``[d]`` or ``[m, d]`` for a different
+            strength in each coordinate.
         shift: vector ``[d]`` or ``[m, d]`` that is added to the gradient.
-        prox: (f, centre). If the center is None, it is zero.
-        mask: mask ``[d]`` or ``[m, d]``, bool or zeros and ones: only the marked coordinates change.
-        steps: number of steps, ``[m, 1]`` or a single number. None: the number of steps in the round.
-        stream: name of the stream. Equal names give equal batches.
-        lr: step size. None: the step size of the round.
-        scale: factor s > 0, ``[m, 1]``. None: 1.
-        decay: factor by which the step size changes from one step to the next, in (0, 1].
-        terms: functions of the representation. Their gradient is added to the batch's gradient before clipping.
+        prox: pair (f, centre) of the function and the point around which it is applied. If the point is None, it is
+            zero.
+        mask: mask ``[d]`` or ``[m, d]`` of bool or of zeros and ones, which marks the coordinates that may change.
+        steps: number of steps, ``[m, 1]`` or a single number. None for the number of steps in the round.
+        stream: name of the stream of batches. Calls with the same name use the same batches.
+        lr: step size. None for the step size of the round.
+        scale: factor s > 0 of the local loss, ``[m, 1]``. None for 1.
+        decay: factor in (0, 1] by which the step size is multiplied after each step.
+        terms: functions of the representation that are added to the loss. Their gradient is added to the gradient of
+            the batch before clipping.
 
     Returns:
-        ``[m, d]``. A problem with an exact solution (`Quadratic` with ``solve=True``) is solved exactly.
+        ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is solved exactly instead.
 
     Raises:
-        CodeError: pulls are not pairs, or a strength has the wrong shape.
+        CodeError: ``pull`` does not consist of pairs, or a strength has the wrong shape.
         ConfigError: a prox is given with an optimizer other than plain SGD, or the terms are not supported by the model
             or the exact solution.
     """
@@ -192,9 +196,10 @@ def descend(
 
 
 class _Left(NamedTuple):
-    """Parameters without a gradient, saved before an optimizer step that may change them.
+    """Parameters without a gradient, whose values are saved before an optimizer step that may change them.
 
-    PyTorch optimizers skip parameters that have no gradient. In a row, such a parameter has the gradient 0.
+    PyTorch optimizers skip parameters that have no gradient. In a row of all parameters, such a parameter has a
+    gradient of 0 instead.
     """
 
     skipped: Tensor
@@ -202,17 +207,17 @@ class _Left(NamedTuple):
 
     @classmethod
     def create(cls, w: Tensor, g: Tensor, reached: Tensor) -> _Left:
-        """Select some clients' rows of ``w [m, d]`` and of the step's direction ``g [m, d]``."""
+        """Save the parameters that have no gradient, given the rows ``w [m, d]`` and the directions ``g [m, d]``."""
         skipped = (reached == 0) & (g == 0)
         return cls(skipped, w[skipped])
 
     def put_back_(self, w: Tensor) -> None:
-        """Return ``w`` with these parameters set to their saved values."""
+        """Restore the saved values in ``w``."""
         w[self.skipped] = self.before
 
 
 def _hold_(rows: _Rows) -> None:
-    """Restore the coordinates that must not change, if these coordinates differ between clients."""
+    """Restore the coordinates outside the mask, which must not change."""
     if rows.mask is not None:
         rows.w.mul_(rows.mask)
         if rows.rest is not None:
@@ -224,13 +229,13 @@ def _scaled(batch: Batch, rows: _Rows) -> Batch:
 
 
 def _unscaled(rows: _Rows) -> Sequence[Bound]:
-    """Return terms whose mean over a scaled batch equals their mean over the original batch."""
+    """Return the terms with weights that cancel the scaling of the batch."""
     scale = rows.scale
     return rows.terms if scale is None else [t._replace(weight=t.weight / scale) for t in rows.terms]
 
 
 def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
-    """Return factor (shift - sum mu x), the constant part of a step, as ``[d]`` if it is the same for all clients."""
+    """Return the constant part of a step, ``factor (shift - sum mu x)``, as ``[d]`` if all clients share it."""
     total: Tensor | None = None
     for mu, x in pull:
         if not isinstance(mu, Tensor) and mu == 0:
@@ -244,7 +249,7 @@ def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor
 def _minimum(
     work: Work, w: Tensor, mu: float | Tensor, steady: Tensor | None, mask: Tensor | None, scale: Tensor | None
 ) -> Tensor:
-    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> for a problem with an exact solution."""
+    """Return argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> for a problem that can be solved exactly."""
     assert work.oracle.minimise is not None
     s = per_client(1.0 if scale is None else scale, work.m, w)
     rest = None if steady is None else each_client(steady, work.m) / s

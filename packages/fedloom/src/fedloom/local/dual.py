@@ -1,4 +1,4 @@
-"""Local parts of ADMM on the Moreau envelope (FLAME): epochs that update the dual, a tolerance, and residuals."""
+"""Client side of ADMM on the Moreau envelope (FLAME): epochs that update the dual, a tolerance, and residuals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Primal(NamedTuple):
-    """theta, w, pi ``[m, d]``."""
+    """Primal variables theta and w and dual variable pi, ``[m, d]`` each."""
 
     theta: Tensor
     w: Tensor
@@ -30,22 +30,22 @@ class _Rows(NamedTuple):
 
 
 def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float) -> Primal:
-    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2. After each epoch, w and pi are updated.
+    """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2, and update w and pi after each epoch.
 
-    With the client's share a_i, w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), then pi <- pi + rho (w - x).
-    Momentum continues from one epoch to the next. The last epoch may be incomplete.
+    With the client's weight a_i, the updates are w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), and then
+    ``pi <- pi + rho (w - x)``. Momentum carries over from one epoch to the next. The last epoch may be incomplete.
 
     Args:
         theta: starting point of each client ``[m, d]``.
         w: prox center of the first epoch ``[m, d]``.
-        pi: dual of w = x ``[m, d]``.
+        pi: dual variable of the constraint w = x ``[m, d]``.
         x: received model ``[d]``.
-        work: the local problems.
-        lam: weight of the distance to w.
-        rho: penalty.
+        work: local problems of the clients.
+        lam: weight of the squared distance to w.
+        rho: penalty of the constraint w = x.
 
     Returns:
-        All three values after the round's steps. They stay unchanged for a client without steps.
+        The variables after the steps of the round. They stay unchanged for clients that take no step.
     """
 
     def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
@@ -66,15 +66,15 @@ class _Solve(NamedTuple):
 
 
 def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: float, most: int) -> Tensor:
-    """Run gradient descent on f_i + lam/2 ||theta - w||^2 from theta until the gradient is small (FLAME, Eq. 17).
+    """Run gradient descent on f_i + lam/2 ||theta - w||^2 until the gradient is small (FLAME, Eq. 17).
 
     Args:
         theta: starting point of each client ``[m, d]``.
         w: prox center ``[m, d]``.
-        eps: bound on the squared gradient times the client's share ``[m, 1]``.
-        work: the local problems.
-        lam: weight of the distance to w.
-        most: most steps.
+        eps: upper bound on the squared norm of the gradient times the client's weight ``[m, 1]``.
+        work: local problems of the clients.
+        lam: weight of the squared distance to w.
+        most: maximum number of steps.
     """
 
     def step(s: _Solve, work: Work) -> _Solve:
@@ -91,7 +91,7 @@ def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: floa
 
 
 class Residuals(NamedTuple):
-    """A client's term of the augmented Lagrangian, and the squares of its primal and dual residuals ``[m, 1]``."""
+    """Each client's term of the augmented Lagrangian, and its squared primal and dual residuals, ``[m, 1]`` each."""
 
     lagrangian: Tensor
     primal: Tensor
@@ -101,7 +101,7 @@ class Residuals(NamedTuple):
 def residuals_of(
     theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float
 ) -> Residuals:  # fmt: skip
-    """Compute the terms of L at a global model ``x [d]`` (FLAME, Eq. 10), w - x and alpha_i grad f_i(theta) + pi."""
+    """Compute the terms of the augmented Lagrangian (FLAME, Eq. 10), and the residuals."""
     gap, share = w - x, work.weight
     decay = work.local.weight_decay / 2 * _square(theta)
     envelope = work.loss(theta) + decay + lam / 2 * _square(theta - w)

@@ -1,4 +1,7 @@
-"""inexact: solves a local problem of ADMM until a relative criterion holds. Gradient descent is one of its solvers."""
+"""Inexact solution of a local problem of ADMM, which ends when a relative criterion holds.
+
+One of the solvers is gradient descent.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 Solver = Literal["svrg", "gd", "sgd", "released"]
-"""SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh`, which ignores pull and shift."""
+"""Name of a solver: SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh` ("released").
+
+The last one ignores the proximal terms and the shift.
+"""
 
 
 class DescentResult(NamedTuple):
-    """Last points ``w [m, d]`` of the clients after ``steps [m, 1]``.
+    """Last points ``w [m, d]`` of the clients, and their numbers of ``steps [m, 1]``.
 
-    ``met [m, 1]``: True if the stopping rule holds.
+    ``met [m, 1]`` is True if the stopping rule holds.
     """
 
     w: Tensor
@@ -42,19 +48,19 @@ def gradient_descent(
     lr: float | None = None,
     until: Until | None = None,
 ) -> DescentResult:
-    """Minimize L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> from ``w`` by ``w <- w - lr grad L(w)``.
+    """Minimize L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> by gradient descent ``w <- w - lr grad L(w)``.
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: the local problems. Each step needs a full gradient, and the end needs an additional one.
-        pull: pairs (mu, x).
+        work: local problems of the clients. Each step computes a full gradient, and one more is computed at the end.
+        pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
-        steps: largest number of steps, ``[m, 1]`` or a single number. None: the number of steps in the round.
-        lr: step size. None: the step size of the round.
-        until: stopping rule, which is checked after each step.
+        steps: maximum number of steps, ``[m, 1]`` or a single number. None for the number of steps in the round.
+        lr: step size. None for the step size of the round.
+        until: stopping rule that is checked after each step.
 
     Returns:
-        The last point, the number of steps of each client, and whether the stopping rule holds.
+        The last point and the number of steps of each client, and whether the stopping rule holds.
     """
     rate = work.lr if lr is None else lr
 
@@ -80,28 +86,28 @@ def inexact(
 ) -> DescentResult:
     """Minimize L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w> approximately, starting at ``w``.
 
-    "svrg" and "gd" end when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the gradients of f_i have
-    Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer w*, because (beta - L)
-    ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, there is no such implication, and the bound is
-    0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds. With one
-    iteration, "sgd" equals `descend`, which does not check a criterion.
+    The solvers "svrg" and "gd" stop when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the
+    gradients of f_i have a Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer
+    w*, because (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, this does not follow, and
+    the bound is set to zero, so that all iterations are run. "sgd" repeats the local steps of the round until the
+    criterion holds. With one iteration, "sgd" is the same as `descend`, which does not check a criterion.
 
     Args:
-        w: ``[m, d]``.
-        work: the local problems.
-        pull: (beta, y).
-        shift: ``[m, d]``.
+        w: starting points ``[m, d]``.
+        work: local problems of the clients.
+        pull: proximal term (beta, y).
+        shift: vectors ``[m, d]`` of the linear term.
         solver: SVRG, gradient descent, or the run's local SGD.
-        smooth: L.
-        r: tolerance, >= 0. If it is 0, all iterations are taken.
-        most: largest number of outer iterations of SVRG, steps of gradient descent, or rounds of SGD, for clients that
-            train in the round.
-        inner: number of steps in an outer iteration (see `svrg`).
-        lr: step size. None: 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's step size for SGD.
+        smooth: Lipschitz constant L of the gradients of f_i.
+        r: tolerance, at least 0. If it is 0, all iterations are run.
+        most: maximum number of outer iterations of SVRG, steps of gradient descent, or repetitions of the round's SGD,
+            for clients that train in the round.
+        inner: number of steps in each outer iteration (see `svrg`).
+        lr: step size. None for 1/(8 beta) in SVRG, 1/beta in gradient descent, and the round's step size in SGD.
 
     Returns:
-        The last point, the number of iterations (steps of "gd" and "sgd") of each client, and whether the criterion
-        holds.
+        The last point and the number of iterations of each client (of steps with "gd" and "sgd"), and whether the
+        criterion holds.
     """
     beta, limit = pull[0], most * (work.steps > 0)
     bound = r * (max(beta - smooth, 0.0) / (beta + smooth)) ** 2
@@ -122,7 +128,7 @@ def inexact(
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
-    """Warn if a given beta is at most L, because the criterion in `inexact` then guarantees nothing."""
+    """Return a warning if a given beta is at most L, because the criterion in `inexact` then guarantees nothing."""
     if not beta or beta > smooth:
         return []
     return [
@@ -150,7 +156,7 @@ def _passes(
     def slope(rows: _Pass, work: Work) -> Tensor:
         return work.add_full_grad_(torch.add(rows.shift, rows.w - rows.y, alpha=beta), rows.w)
 
-    def once(rows: _Pass, work: Work) -> _Pass:
+    def run_pass(rows: _Pass, work: Work) -> _Pass:
         stream = ("local", work.k) if work.k else "local"
         new = rows._replace(
             w=descend(rows.w, work, ((beta, rows.y),), rows.shift, stream=stream, lr=lr), done=rows.done + 1
@@ -160,18 +166,18 @@ def _passes(
     zero = torch.zeros(m, 1, dtype=torch.long, device=w.device)
     first = _Pass(w, torch.zeros_like(w), zero, zero > 0, each_client(pull[1], m), each_client(shift, m))
     first = first._replace(start=slope(first, work))
-    return iterate(once, first, work, limit, batches=0, until=lambda rows, _work: rows.met)
+    return iterate(run_pass, first, work, limit, batches=0, until=lambda rows, _work: rows.met)
 
 
 class LyapunovParts(NamedTuple):
-    """Gradient of f_i at y ``[m, d]``, and energy ``[m, 1]``, which is the client's part of FIAELT's H_t."""
+    """Gradient of f_i at y ``[m, d]``, and the client's part of FIAELT's function H_t, ``energy [m, 1]``."""
 
     gradient: Tensor
     energy: Tensor
 
 
 def lyapunov_parts(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> LyapunovParts:
-    """Compute the client's part of FIAELT's diagnostics at (beta, y) = ``pull``.
+    """Compute the client's part of FIAELT's diagnostics, with (beta, y) = ``pull``.
 
     ``moved`` is the result of `lyapunov_step`.
     """
@@ -180,7 +186,7 @@ def lyapunov_parts(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor
 
 
 def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:
-    """Return f_i(x) + <z, x - y> + beta/2 ||x - y||^2 with (beta, y) = ``pull``, including weight decay, ``[m, 1]``."""
+    """Return f_i(x) + <z, x - y> + beta/2 ||x - y||^2 and the weight decay, ``[m, 1]``, with (beta, y) = ``pull``."""
     beta, y = pull
     gap = x - y
     terms = gap * z + beta / 2 * gap.square() + work.local.weight_decay / 2 * x.square()
@@ -188,6 +194,6 @@ def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: 
 
 
 def lyapunov_step(dx: Tensor, dz: Tensor, beta: float, smooth: float, tau: float, r: float) -> Tensor:
-    """Compute the term ``[m, 1]`` for the last changes in inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
+    """Compute the term of the last changes ``[m, 1]`` in inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
     upsilon = (2 * beta**2 + 4 * smooth**2) / (tau * beta) * 4 * r / (1 - 2 * r)
     return ((1 - tau) / tau**2 / beta * dz.square() + upsilon * dx.square()).sum(1, keepdim=True)

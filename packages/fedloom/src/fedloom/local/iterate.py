@@ -1,4 +1,4 @@
-"""The only loop of local training: each client takes its own number of steps, and finished rows are removed."""
+"""Loop of local training, in which each client takes its own number of steps and then drops out."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ def iterate(
     stream: Purpose = "local",
     until: Callable[[R, Work], Tensor] | None = None,
 ) -> R:
-    """Repeat ``rows <- step(rows, work, *batches)`` for each client's own number of times.
+    """Repeat ``rows <- step(rows, work, *batches)`` as many times as each client needs.
 
     Args:
-        step: function that receives the rows and the work of the unfinished clients, and ``batches`` batches.
-        rows: tensor or NamedTuple of tensors ``[m, .]``. It contains all per-client values that ``step`` reads.
-        work: the local problems. ``work.k`` is the number of the step, from 0.
-        steps: number of steps, ``[m, 1]`` or a single number. None: ``work.steps``, or the number of given batches.
-        batches: number of batches drawn per step.
-        stream: name of the stream. Equal names give equal batches, and different names give different orders.
-        until: function that returns ``[m, 1]`` bool after each step. True ends the training of this client.
+        step: function of the rows and the work of the clients that have not finished, and of ``batches`` batches.
+        rows: tensor or NamedTuple of tensors ``[m, .]``. It must contain all values per client that ``step`` reads.
+        work: local problems of the clients. In ``step``, ``work.k`` is the number of the step, from 0.
+        steps: number of steps, ``[m, 1]`` or a single number. None for ``work.steps``, or the number of given batches.
+        batches: number of batches that each step uses.
+        stream: name of the stream of batches. Calls with the same name use the same batches, and different names give
+            different orders of the samples.
+        until: function that is called after each step and returns bool ``[m, 1]``. True ends the training of a client.
 
     Returns:
-        The rows after each client's last step, in the given order.
+        The rows after each client's last step, in the original order.
     """
     count = work.counted_steps(steps, batches)
     order = torch.argsort(count, descending=True, stable=True)
@@ -58,7 +59,7 @@ def _sorted(
     stream: Purpose,
     until: Callable[[R, Work], Tensor] | None,
 ) -> R:
-    """Run `iterate` for clients in order of decreasing number of steps."""
+    """Run `iterate` for clients that are sorted by decreasing number of steps."""
     plan = work.plan(stream, count * batches) if batches else None
     finished: list[tuple[list[int], R]] = []
     alive, limits = list(range(work.m)), count.tolist()
@@ -79,7 +80,7 @@ def _sorted(
         if not alive:
             break
         drawn = [plan.batch(k * batches + j) for j in range(batches)] if plan else []
-        now = work.at(k)
+        now = work.move_to_step(k)
         if drawn:
             now.count_steps()
         rows = step(rows, now, *drawn)

@@ -1,4 +1,4 @@
-"""Training with optimizers other than plain SGD: a class of `torch.optim` or a user's class, with its state."""
+"""Training with optimizers other than plain SGD (a class of `torch.optim` or of the user), and their states."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ELEMENTWISE_OPTIMIZERS = FUSED_OPTIMIZERS | {
     torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
-"""Optimizers that treat each coordinate separately: each client's row is one parameter, and one optimizer handles all
-rows."""
+"""Optimizers that update each coordinate separately, so that each client's row can be one parameter, and one optimizer
+can step all rows."""
 
 
 class Slot(NamedTuple):
-    """Number or tensor in an optimizer's state: parameter, key, shape, and initial value."""
+    """Number or tensor in an optimizer's state, identified by parameter and key, with its shape and initial value."""
 
     parameter: int
     key: str
@@ -38,15 +38,15 @@ class Slot(NamedTuple):
 
 
 class OptimizerStates:
-    """States of the clients' optimizers between rounds: numbers ``[m, S W]``, with one part per stream.
+    """States of the clients' optimizers between two rounds, as W numbers for each of S streams ``[m, S W]``.
 
-    The first number of a part is 1 if there is a state. Each call of `descend` in a round has its own optimizers, named
-    after its stream: a second call with "local" is "local 2", while ("local", 1) continues "local".
+    The first number of each stream is 1 if there is a state. Each call of `descend` in a round has its own optimizers,
+    which are named after its stream: a second call with "local" is named "local 2", but ("local", 1) continues "local".
 
     Attributes:
         rows: states ``[m, S W]``.
-        streams: S names.
-        slots: components of a state.
+        streams: names of the S streams.
+        slots: entries of a state.
     """
 
     def __init__(self, rows: Tensor, slots: Sequence[Slot], streams: Sequence[str] = ()) -> None:
@@ -54,22 +54,22 @@ class OptimizerStates:
         self._calls: Counter[Purpose] = Counter()
 
     def call(self, stream: Purpose) -> str:
-        """Return the name of a stream's next call of `descend` in this round."""
+        """Return the name for the next call of `descend` with this stream in the current round."""
         self._calls[stream] += 1
         name = str(stream[0] if isinstance(stream, tuple) else stream)
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
-    def of(self, rows: Tensor) -> OptimizerStates:
-        """Return the states of other clients, or for another round."""
+    def replace_rows(self, rows: Tensor) -> OptimizerStates:
+        """Return an object for other rows, which belong to other clients or to another round."""
         return OptimizerStates(rows, self.slots, self.streams)
 
     @property
     def width(self) -> int:
-        """Number W of values in a state."""
+        """Number W of values in the state of one optimizer."""
         return 1 + sum(slot.shape.numel() for slot in self.slots)
 
     def part(self, name: str) -> Tensor:
-        """Return the values ``[m, W]`` of a stream, or zeros for a new stream."""
+        """Return the values ``[m, W]`` of a stream, which are zeros if the stream is new."""
         if name not in self.streams:
             self.streams.append(name)
             self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self.width)], 1)
@@ -77,12 +77,12 @@ class OptimizerStates:
         return self.rows[:, start : start + self.width]
 
     def pack(self, state: Sequence[Mapping[str, object]]) -> Tensor:
-        """Pack a state into ``[W]``."""
+        """Pack the state of an optimizer into a vector ``[W]``."""
         values = [torch.as_tensor(state[s.parameter][s.key]).reshape(-1).to(self.rows) for s in self.slots]
         return torch.cat([self.rows.new_ones(1), *values])
 
     def unpack(self, row: Tensor, parameters: int) -> list[dict[str, Any]]:
-        """Unpack the state of ``row [W]``. This function is the inverse of `pack`."""
+        """Unpack the state of an optimizer from ``row [W]``. This function is the inverse of `pack`."""
         state: list[dict[str, Any]] = [{} for _ in range(parameters)]
         widths = [s.shape.numel() for s in self.slots]
         for slot, values in zip(self.slots, row[1:].split(widths), strict=True):
@@ -96,9 +96,9 @@ class OptimizerStates:
 
 
 def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function that creates the optimizer for some parameters.
+    """Return a function that creates the optimizer for given parameters.
 
-    For rows, this optimizer steps all rows in one call.
+    If the parameters are rows, the optimizer steps all of them in one call.
     """
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
@@ -109,12 +109,12 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
 
 
 def elementwise(local: LocalSGD) -> bool:
-    """Return True if the parameters are rows, and not the tensors of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
+    """Return True if each parameter is a client's row, not a tensor of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
 def views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
-    """Return a client's parameters from its row ``[d]``, without a copy."""
+    """Return the parameters of a client as views of its row ``[d]``."""
     return [row] if elementwise(local) else [*layout.tree(row).values()]
 
 
@@ -124,16 +124,16 @@ def _takes_decay(optimizer: Any) -> bool:
 
 
 def decays_itself(local: LocalSGD) -> bool:
-    """Return True if the optimizer applies the weight decay, as an L2 term or decoupled from the gradient."""
+    """Return True if the optimizer applies weight decay itself, either as an L2 term or decoupled from the gradient."""
     return _takes_decay(local.optimizer_class)
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
-    """Find the components of one client's optimizer state with a step whose gradient is zero.
+    """Find the entries of an optimizer's state for one client by taking a step with a zero gradient.
 
     Args:
-        local: settings with the optimizer and its options.
-        layout: shapes of the model.
+        local: settings that name the optimizer and its options.
+        layout: names and shapes of the model's parameters.
         like: example of a model ``[d]``.
 
     Raises:

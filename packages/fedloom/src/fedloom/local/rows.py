@@ -1,4 +1,4 @@
-"""Trees of rows: a tensor, or a NamedTuple of tensors, with one row per client."""
+"""Rows of client values in nested form: a tensor, or a NamedTuple of tensors, with one row per client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class Fields(Protocol):
-    """NamedTuple of tensors: a download, an upload, rows of clients, or the server's state."""
+    """NamedTuple of tensors, such as a download, an upload, the states of clients, or the state of the server."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Fields)
 
 
 def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
-    """Apply ``f`` to every tensor of ``rows``. None stays None."""
+    """Apply ``f`` to every tensor in ``rows``. None stays None."""
     if isinstance(rows, Tensor):
         return f(rows)  # type: ignore[return-value]
     if isinstance(rows, tuple):
@@ -39,12 +39,12 @@ def map_rows(f: Callable[[Tensor], Tensor], rows: R) -> R:
 
 
 def select_rows(rows: R, mask: Tensor) -> R:
-    """Select the rows of some clients, by a mask ``[m]`` or by indices. None stays None."""
+    """Select the rows of some clients by a mask ``[m]`` or by indices. None stays None."""
     return map_rows(lambda field: field[mask], rows)
 
 
 def concat_rows(pieces: Sequence[R]) -> R:
-    """Concatenate the rows of all parts."""
+    """Concatenate the rows of several parts."""
     first: Any = pieces[0]
     if len(pieces) == 1 or first is None:
         return first  # type: ignore[no-any-return]
@@ -55,14 +55,14 @@ def concat_rows(pieces: Sequence[R]) -> R:
 
 
 def name_tensors(tree: object, prefix: str = "") -> dict[str, Tensor]:
-    """List all tensors in a NamedTuple, or in a dict of NamedTuples, by dotted name.
+    """Return all tensors in a NamedTuple, or in a dict of NamedTuples, keyed by dotted name.
 
     Args:
-        tree: tensor, NamedTuple, dict of them, or None, which contains no tensor.
-        prefix: first part of every name.
+        tree: tensor, NamedTuple, dict of these, or None, which contains no tensor.
+        prefix: first part of all names.
 
     Raises:
-        AssertionError: the tree contains a different type.
+        AssertionError: the tree contains something else.
     """
     return dict(_walk(tree, prefix))
 
@@ -80,7 +80,7 @@ def _walk(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors named ``name.field`` by `name_tensors`, by field."""
+    """Return the tensors that `name_tensors` has named ``name.field``, keyed by field."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 
 
@@ -90,15 +90,15 @@ def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
 
 
 def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
-    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it contains an entry per coordinate.
+    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it has an entry per coordinate.
 
     Args:
-        value: number, ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
+        value: number or tensor ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
         m: number of clients.
-        like: tensor ``[m, d]`` from which the result takes its dtype and device.
+        like: tensor ``[m, d]`` whose dtype and device the result has.
 
     Raises:
-        CodeError: another shape.
+        CodeError: the value has any other shape.
     """
     rows, d = torch.as_tensor(value, dtype=like.dtype, device=like.device), like.shape[-1]
     if rows.numel() == 1 or tuple(rows.shape) == (m, 1):
@@ -113,12 +113,12 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
 
 
 def each_client(value: Tensor, m: int) -> Tensor:
-    """Return ``[d]`` or ``[m, d]`` as ``[m, d]``, without a copy."""
+    """Expand a tensor ``[d]`` or ``[m, d]`` to ``[m, d]`` without a copy."""
     return value.expand(m, -1)
 
 
 def remade(like: F, fields: Iterable[Any]) -> F:
-    """Build a NamedTuple of the same type with different values."""
+    """Return a NamedTuple of the same type with other values."""
     return type(like)(*fields)
 
 
@@ -128,10 +128,13 @@ def to_device(rows: F, device: torch.device) -> F:
 
 
 def for_everyone(message: F, n: int) -> F:
-    """Expand one client's message, with fields ``[d]`` or ``[1, .]``, to all clients without a copy."""
+    """Expand one client's message, whose fields are ``[d]`` or ``[1, .]``, to all clients without a copy."""
     return remade(message, (f.expand(n, -1) if f.dim() > 1 else f for f in message))
 
 
 def rows_of(message: F, where: slice | Tensor) -> F:
-    """Select some clients of a NamedTuple. Its fields are ``[d]``, the same for all clients, or ``[m, .]``."""
+    """Select the fields of some clients in a NamedTuple.
+
+    Fields ``[m, .]`` are indexed, and fields ``[d]`` are shared by all clients.
+    """
     return remade(message, (f[where] if f.dim() > 1 else f for f in message))

@@ -1,4 +1,4 @@
-"""LocalSGD: the class that contains all settings of local training."""
+"""LocalSGD: all settings of local training."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fedloom.values import Value
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 ADAMW_PATTERN = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
-"""Names of AdamW. Its default weight decay is `ADAMW_DECAY`, as in torch."""
+"""Names that select AdamW. Its default weight decay is `ADAMW_DECAY`, as in PyTorch."""
 ADAMW_DECAY = 0.01
 
 MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda m: 0 <= m < 1,
     "dampening": lambda t: 0 <= t <= 1,
 }
-"""Options of a torch optimizer with momentum, and their ranges."""
+"""Momentum options of PyTorch optimizers, with a check of their ranges."""
 
 MIN_STEP_SIZE = 1e-45
-"""Smallest step size: smaller step sizes would be zero in float32."""
+"""Minimum step size. Smaller values would be zero in float32."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -44,13 +44,14 @@ def _checked_optimizer(name: str) -> str:
 
 
 class LocalSGD(Value):
-    """Training of a client: step size and its schedule over rounds, batches, duration, momentum, decay, clipping.
+    """Settings of local training: step size and its schedule over rounds, batches, duration, momentum, decay, clipping.
 
-    The direction of a step is the batch gradient (with a norm of at most ``clip``), plus ``weight_decay`` times the
-    parameters, plus the pulls and the shift of the method. Momentum acts on this sum, as in ``torch.optim.SGD``.
+    The direction of a step is the sum of the batch gradient (with a norm of at most ``clip``), ``weight_decay`` times
+    the parameters, and the proximal terms and shift of the method. Momentum is applied to this sum, as in
+    ``torch.optim.SGD``.
 
-    Any other ``optimizer`` uses the same direction. The optimizer receives ``weight_decay`` if it accepts an argument
-    of that name (AdamW's weight decay is decoupled from the gradient, with default 0.01).
+    Any other ``optimizer`` uses the same direction. If an optimizer has an argument ``weight_decay``, it applies the
+    weight decay itself (in AdamW, the weight decay is decoupled from the gradient and 0.01 by default).
     """
 
     lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
@@ -98,7 +99,7 @@ class LocalSGD(Value):
     @model_validator(mode="before")
     @classmethod
     def _as_in_torch(cls, options: object) -> Any:
-        """Import an optimizer class by its path, and set AdamW's default weight decay."""
+        """Replace an optimizer class by its import path, and set AdamW's default weight decay."""
         if not isinstance(options, dict):
             return options
         name = options.get("optimizer")
@@ -123,9 +124,8 @@ class LocalSGD(Value):
                         "optimizer, such as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            raise ValueError(
-                f"momentum can be used only with plain sgd. For {self.optimizer!r}, set momentum in optimizer_options"
-            )
+            cure = "Set momentum in optimizer_options" if self.has_momentum else "Leave momentum out"
+            raise ValueError(f"momentum can be used only with plain sgd, and not with {self.optimizer!r}. {cure}")
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local]. Set {key} there")
@@ -135,35 +135,35 @@ class LocalSGD(Value):
         return self
 
     def __hash__(self) -> int:
-        """Hash the written form, because options are a table."""
+        """Hash the settings as JSON, because the options are a dict."""
         return hash(self.model_dump_json())
 
     @property
     def optimizer_class(self) -> Any:
-        """Class of `optimizer`."""
+        """Class of the optimizer."""
         return OPTIMIZERS.get(self.optimizer) or find_class(self.optimizer, "optimizer", torch.optim.Optimizer)
 
     @property
     def follows_gradient(self) -> bool:
-        """True if the length of a step is proportional to the gradient, as with SGD but not with Adam."""
+        """True if the length of a step is proportional to the gradient, as in SGD but not in Adam."""
         return issubclass(self.optimizer_class, torch.optim.SGD)
 
     @property
     def has_momentum(self) -> bool:
-        """True for a torch optimizer whose momentum accumulates its steps."""
+        """True if the optimizer is a PyTorch optimizer whose momentum accumulates over steps."""
         return issubclass(self.optimizer_class, torch.optim.SGD | torch.optim.RMSprop)
 
     @property
     def momenta(self) -> tuple[float, float, bool]:
-        """Momentum, its dampening, and whether it is Nesterov momentum, taken from either option."""
+        """Momentum, its dampening, and True for Nesterov momentum, from the settings or the optimizer options."""
         options = self.optimizer_options if self.has_momentum else {}
         momentum = options.get("momentum", self.momentum)
         return momentum, options.get("dampening", 0.0) if momentum else 0.0, bool(options.get("nesterov"))
 
     def lr_at(self, round: int) -> float:
-        """Return the step size in ``round`` (counted from 1).
+        """Return the step size in a round (counted from 1).
 
-        Before the first round, return the first round's step size.
+        For round 0, return the step size of the first round.
         """
         round = max(round, 1)
         match self.schedule:
@@ -177,10 +177,10 @@ class LocalSGD(Value):
                 return self.lr
 
     def check(self, rounds: int) -> None:
-        """Raise if local training has no steps, or if the schedule makes the step size zero by the last of ``rounds``.
+        """Raise an error if local training takes no steps, or if the step size becomes zero within ``rounds`` rounds.
 
         Raises:
-            ConfigError: the settings do not allow any step. The message names these settings.
+            ConfigError: the settings allow no step. The message names these settings.
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
@@ -208,5 +208,5 @@ class LocalSGD(Value):
             )
 
     def batches(self, size: int) -> int:
-        """Return the number of steps in one epoch over ``size`` samples. The last batch may be short."""
+        """Return the number of steps in an epoch over ``size`` samples. The last batch may be short."""
         return 1 if self.batch_size == "full" else math.ceil(size / self.batch_size)

@@ -1,4 +1,4 @@
-"""smoothness: estimates L_i, the Lipschitz constant of the gradient of f_i near a point."""
+"""Estimation of smoothness constants L_i, the Lipschitz constants of the gradients of f_i near a point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_SMOOTHNESS_RATIO = 100.0
-"""Largest accepted constant of a client, as a multiple of the clients' median."""
+"""Maximum constant of a client that is accepted, as a multiple of the median over clients."""
 
 
 class _Power(NamedTuple):
@@ -29,12 +29,12 @@ class _Power(NamedTuple):
 
 
 def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
-    """Estimate the largest absolute eigenvalue of f_i's Hessian at ``w``, by power iteration on central differences.
+    """Estimate the largest absolute eigenvalue of f_i's Hessian at ``w`` by power iteration with central differences.
 
     Args:
         w: point, ``[d]`` or ``[m, d]``.
-        work: the local problems. Each iteration needs two full gradients.
-        iterations: number of iterations. With more iterations, the estimate increases towards the eigenvalue.
+        work: local problems of the clients. Each iteration computes two full gradients.
+        iterations: number of power iterations. The estimate increases towards the eigenvalue with more iterations.
 
     Returns:
         ``[m, 1]``.
@@ -55,9 +55,9 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
 
 def largest(smooth: Tensor, give: str) -> Tensor:
-    """Return the largest measured constant ``[1]`` among ``[m, 1]``, at most `MAX_SMOOTHNESS_RATIO` medians.
+    """Return the largest of the clients' constants ``[m, 1]`` as ``[1]``, but at most `MAX_SMOOTHNESS_RATIO` medians.
 
-    A single client that reports a huge constant therefore cannot bring a run to a halt.
+    Because of this limit, a single client that reports a huge constant cannot bring a run to a halt.
 
     Raises:
         ConfigError: the constant is 0 or not finite. ``give`` names the options to set instead.

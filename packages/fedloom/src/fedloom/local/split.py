@@ -1,4 +1,4 @@
-"""split: local problems on two parts of the clients' training samples, for methods that hold out samples."""
+"""Split of each client's training samples in two, for methods that hold out samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def split(work: Work, share: float) -> tuple[Work, Work]:
-    """Split each client's training samples into a held-out share and the remaining samples.
+    """Hold out ``share`` of each client's training samples, and return the work on the rest and on this part.
 
-    The samples are drawn once per client, and not again in each round. Each part has at least one sample. A client with
-    a single sample uses it in both parts. Steps, batches and `Work.loss` use the part. All other results use all
-    samples.
+    The split is drawn once per client and stays the same in all rounds. Each side of the split has at least one sample.
+    A client with a single sample uses it on both sides. Steps, batches and `Work.loss` use only the samples on one
+    side. All other results use all samples of the client.
     """
     rest, held = list[Tensor](), list[Tensor]()
     for i, size in zip(work.ids.tolist(), work.sizes[:, 0].tolist(), strict=True):
@@ -31,7 +31,7 @@ def split(work: Work, share: float) -> tuple[Work, Work]:
 
 
 def _restrict_work(work: Work, parts: Sequence[Tensor]) -> Work:
-    """Restrict the work to these positions in the training parts, given as one tensor per client."""
+    """Restrict the work to samples at given positions in the training parts (one tensor per client)."""
     places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
     other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
     if work.local.steps is not None or work.fixed_batches is not None:

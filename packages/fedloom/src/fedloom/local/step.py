@@ -1,4 +1,4 @@
-"""step_: one SGD step in place, for methods that have their own loop instead of `descend`."""
+"""A single SGD step in place, for methods that do not use `descend` but have their own loop."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def step_(
     keep: float | Tensor = 1.0,
     steady: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``w <- keep w - lr g(at) + steady`` in one pass. g is `Work.grad` on ``batch``, which is never stored.
+    """Compute ``w <- keep w - lr g(at) + steady`` in one pass, where g is `Work.grad` on ``batch``.
 
     Args:
-        w: rows ``[m, d]``, changed in place.
-        work: the local problems.
+        w: rows ``[m, d]`` that are changed in place.
+        work: local problems of the clients.
         batch: one batch per client.
-        lr: step size, a number or ``[m, 1]``.
-        at: point ``[m, d]`` at which the gradient is computed. None: ``w`` before the step.
-        keep: factor of w, a number, ``[m, 1]`` or ``[m, d]``.
-        steady: vector ``[m, d]``, or None for zero.
+        lr: step size, which is a number or ``[m, 1]``.
+        at: point ``[m, d]`` at which the gradient is computed. None for ``w`` before the step.
+        keep: factor of w, which is a number, ``[m, 1]`` or ``[m, d]``.
+        steady: vector ``[m, d]`` that is added, or None.
 
     Returns:
         ``w``.
@@ -60,20 +60,20 @@ def step_(
 
 
 def decay_of(work: Work, w: Tensor) -> Tensor:
-    """Return the weight decay at ``w``, in the shape of ``w``, with 0 for parameters without a gradient."""
+    """Return the gradient of the weight decay at ``w``, which is 0 for parameters without a gradient."""
     decay = work.local.weight_decay * w
     reached = work.oracle.reached if work.local.weight_decay else None
     return decay if reached is None else decay.mul_(reached)
 
 
 def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
-    """Compute ``w <- w - lr weight decay at w``, and return ``w``."""
+    """Shrink ``w`` in place by a step of size ``lr`` on the weight decay, and return it."""
     factor = 1 - lr * work.local.weight_decay
     reached = work.oracle.reached if work.local.weight_decay else None
     return w.mul_(factor) if reached is None else w.mul_(1 + (factor - 1) * reached)
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:
-    """Return ``new`` for the clients that take a step in the round, and ``old`` for all other clients. ``[m, .]``."""
+    """Return rows ``[m, .]`` of ``new`` for clients that take a step in the round, and of ``old`` for all others."""
     moved = work.steps > 0
     return new if bool(moved.all()) else torch.where(moved, new, old)

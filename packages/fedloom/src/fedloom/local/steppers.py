@@ -1,4 +1,4 @@
-"""Steppers: the optimizers of a chunk's clients in one call of `descend`, each client with its own state."""
+"""Optimizers of a chunk's clients in one call of `descend`, with a separate state for each client."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Steppers:
 
     Args:
         w: starting point of each client ``[m, d]``.
-        work: the clients' local problems.
-        stream: name of the call.
+        work: local problems of the clients.
+        stream: name of the stream of batches.
         lr: step size.
     """
 
@@ -46,7 +46,10 @@ class Steppers:
                     )
 
     def step_(self, w: Tensor, g: Tensor, slots: Tensor) -> None:
-        """Step along ``g [m, d]`` for the clients with the indices ``slots``. ``w [m, d]`` is changed in place."""
+        """Take a step along ``g [m, d]`` for the clients with the indices ``slots``.
+
+        ``w [m, d]`` is changed in place.
+        """
         stepped = slots.tolist()
         for slot in self._parameters.keys() - set(stepped):
             for p in self._parameters[slot]:
@@ -59,7 +62,7 @@ class Steppers:
                 optimizer.step()
 
     def keep(self) -> None:
-        """Store the states, if the settings keep them."""
+        """Store the optimizer states if the settings keep them between rounds."""
         memory = self._memory
         if memory is not None:
             for slot, parameters in self._parameters.items():

@@ -1,4 +1,4 @@
-"""svrg: stochastic variance reduced gradient, Option II."""
+"""SVRG, the stochastic variance reduced gradient method (Option II)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 Until = Callable[[Tensor, Tensor], Tensor]
-"""(direction at the snapshot, direction at the start), both ``[m, d]`` -> bool ``[m, 1]``."""
+"""Stopping rule that compares the directions ``[m, d]`` at the snapshot and at the start, and returns bool ``[m,
+1]``."""
 
 
 class SvrgResult(NamedTuple):
-    """Last points ``w [m, d]`` of the clients after ``outer [m, 1]`` iterations.
+    """Last points ``w [m, d]`` of the clients, and their numbers of ``outer [m, 1]`` iterations.
 
-    ``met [m, 1]``: True if the stopping rule holds.
+    ``met [m, 1]`` is True if the stopping rule holds.
     """
 
     w: Tensor
@@ -34,9 +35,9 @@ class SvrgResult(NamedTuple):
 
 
 class Solving(NamedTuple):
-    """Points ``w [m, d]`` of the clients, directions there and at the start, and iterations ``done [m, 1]``.
+    """Points ``w [m, d]`` of the clients, directions at these points and at the start, and iterations ``done [m, 1]``.
 
-    mu ``[m, 1]`` or ``[m, d]`` and steady ``[m, d]`` come from `pull_terms`.
+    ``mu`` (``[m, 1]`` or ``[m, d]``) and ``steady [m, d]`` are results of `pull_terms`.
     """
 
     w: Tensor
@@ -65,27 +66,29 @@ def svrg(
     until: Until | None = None,
     stream: Purpose = "svrg",
 ) -> SvrgResult:
-    """Run SVRG on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> from ``w``.
+    """Minimize L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> by SVRG that starts at ``w``.
 
-    An outer iteration takes the full gradient at a snapshot v, followed by ``inner`` steps ``w <- w - lr (g(w) - g(v) +
-    grad L(v) + sum mu (w - v))`` from v. The next snapshot is one of w_0, ..., w_{inner-1}, drawn uniformly (Option II
-    of Johnson and Zhang, NeurIPS 2013), and the iteration ends there. Pulls and shift are exact, and are not sampled.
+    An outer iteration computes the full gradient at a snapshot v, and then takes ``inner`` steps ``w <- w - lr (g(w) -
+    g(v) + grad L(v) + sum mu (w - v))`` from v. The next snapshot is drawn uniformly from w_0, ..., w_{inner-1} (Option
+    II of Johnson and Zhang, NeurIPS 2013), and the iteration ends at the drawn point. The proximal terms and the shift
+    are computed exactly instead of being sampled.
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: the local problems.
-        pull: pairs (mu, x).
+        work: local problems of the clients.
+        pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
-        outer: largest number of outer iterations, ``[m, 1]`` or a single number.
-        inner: number of steps in one outer iteration. None: an epoch of each client, but at least 2. With 1, nothing
-            changes, because the last iterate is never drawn.
-        lr: step size. None: the step size of the round.
-        until: stopping rule, applied to full directions that are already computed. It is checked before each outer
-            iteration except the first.
-        stream: name of the batches.
+        outer: maximum number of outer iterations, ``[m, 1]`` or a single number.
+        inner: number of steps in each outer iteration. None for one epoch of each client, but at least 2. With 1, the
+            point never moves, because the last iterate is never drawn.
+        lr: step size. None for the step size of the round.
+        until: stopping rule for full directions, which are computed in any case. It is checked after each outer
+            iteration.
+        stream: name of the stream of batches.
 
     Returns:
-        The last snapshot and the number of outer iterations of each client. ``met`` is False without a stopping rule.
+        The last snapshot and the number of outer iterations of each client. ``met`` is False if there is no stopping
+        rule.
     """
     rate = work.lr if lr is None else lr
 
@@ -105,16 +108,16 @@ def svrg(
 
 
 def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream: Purpose = "svrg") -> Tensor:
-    """Run SVRG on f_i alone, with the starting point as the snapshot v throughout, as in FIAELT's released code.
+    """Run SVRG on f_i alone with the starting point as the only snapshot v, as in FIAELT's released code.
 
-    It takes a full gradient step from v, followed by ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of the
-    round. The length of an epoch is drawn uniformly from 1 to the number of batches in a pass.
+    It takes a full gradient step from v, and then steps ``w <- w - lr (g(w) - g(v) + grad f_i(v))`` for the epochs of
+    the round. The number of steps in each epoch is drawn uniformly from 1 to the number of batches in a pass.
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: the local problems.
-        lr: step size. None: the step size of the round.
-        stream: name of the batches.
+        work: local problems of the clients.
+        lr: step size. None for the step size of the round.
+        stream: name of the stream of batches.
 
     Returns:
         The last iterate ``[m, d]``.
@@ -129,7 +132,7 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
 
 
 def _variance_reduced(rate: float) -> Callable[[_Inner, Work, Batch], _Inner]:
-    """Return the step ``w <- keep w - rate (g(w) - g(snapshot)) + steady``."""
+    """Return a function that takes the step ``w <- keep w - rate (g(w) - g(snapshot)) + steady``."""
 
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
         step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
@@ -148,9 +151,9 @@ def iterate_solver(
     most: Tensor | int | None,
     until: Until | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Iterate a solver from ``w``.
+    """Iterate a solver that starts at ``w``.
 
-    Return the last point, the number of iterations, and whether the stopping rule holds.
+    Return the last point and the number of iterations of each client, and whether the stopping rule holds.
     """
     w = each_client(w, work.m)
     mu, steady = pull_terms(w, pull, shift)
@@ -163,9 +166,9 @@ def iterate_solver(
 
 
 def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the terms that pulls and a shift add to a gradient at ``w [m, d]``: ``mu w + steady``.
+    """Return mu and steady of the gradient ``mu w + steady`` of proximal terms and a shift at ``w [m, d]``.
 
-    mu is ``[m, 1]``, or ``[m, d]`` for a strength per coordinate.
+    mu is ``[m, 1]``, or ``[m, d]`` for a different strength in each coordinate.
     """
     m = len(w)
     mu = sum((per_coordinate(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
@@ -176,5 +179,5 @@ def pull_terms(w: Tensor, pull: Sequence[Pull], shift: Tensor | None) -> tuple[T
 
 
 def full_direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-    """Compute the gradient over all samples of each client, with pulls and shift, ``[m, d]`` (see `pull_terms`)."""
+    """Compute the gradient over all samples of each client, plus ``mu w + steady``, ``[m, d]`` (see `pull_terms`)."""
     return work.add_full_grad_(torch.addcmul(steady, w, mu), w)

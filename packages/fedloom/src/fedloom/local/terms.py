@@ -1,4 +1,4 @@
-"""Term: a function of a sample's representation that a method adds to the loss of the sample."""
+"""Terms, which a method adds to the loss of each sample as a function of its representation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from torch import Tensor
 from fedloom.local.rows import each_client, per_client
 
 TermFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
-"""(features ``[b, k]``, outputs ``[b, c]``, labels ``[b]``, anchors' features ``[a, b, k]``, argument) -> ``[b]``."""
+"""Function of features ``[b, k]``, outputs ``[b, c]``, labels ``[b]``, features under the anchors ``[a, b, k]`` and an
+argument, which returns ``[b]``."""
 
 
 class Term(NamedTuple):
-    """Term of the local loss: weight times the mean of ``fn`` over the samples of a batch.
+    """Term that is added to the local loss: ``weight`` times the mean of ``fn`` over the samples of a batch.
 
     The representation is the flattened output of the model's penultimate layer, as in `Work.activations`. Gradients
-    pass through features and outputs, but not through the anchors' features, which are computed without dropout.
+    flow through features and outputs, but not through the features under the anchors, which are computed without
+    dropout.
 
     Attributes:
-        fn: function of one client's samples, and of this client's row of `argument`.
-        weight: number or ``[m, 1]``. A term whose weights are all zero is ignored.
-        anchors: models ``[d]`` or ``[m, d]``. The function receives the features that these models compute for the same
-            samples.
-        argument: tensor or NamedTuple of tensors ``[m, .]``. The function receives the client's row. Or None.
+        fn: function of one client's samples and of this client's row of `argument`.
+        weight: number or tensor ``[m, 1]``. A term is ignored if all its weights are zero.
+        anchors: further models ``[d]`` or ``[m, d]``. The function receives the features of the same samples under
+            these models.
+        argument: tensor or NamedTuple of tensors ``[m, .]``, or None.  The function receives the client's row of it.
     """
 
     fn: TermFunction
@@ -35,7 +37,7 @@ class Term(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """Values of a term per client: weight ``[m, 1]``, anchors ``[m, d]``, argument ``[m, .]``."""
+    """Values of a term for all clients: weights ``[m, 1]``, anchors ``[m, d]``, arguments ``[m, .]``."""
 
     weight: Tensor
     anchors: tuple[Tensor, ...]
@@ -43,12 +45,12 @@ class Bound(NamedTuple):
 
 
 def active(terms: Sequence[Term]) -> list[Term]:
-    """Return the terms with a nonzero weight."""
+    """Return the terms that have a nonzero weight."""
     return [t for t in terms if bool(torch.as_tensor(t.weight).any())]
 
 
 def bound(terms: Sequence[Term], w: Tensor) -> tuple[Bound, ...]:
-    """Combine the rows of terms with the models ``w [m, d]``."""
+    """Return the values of terms with one row for each client in ``w [m, d]``."""
     m = len(w)
 
     def weights(value: float | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Work: everything that an algorithm may compute about the local problems of the current clients."""
+"""Work: everything that an algorithm may compute about the clients' local problems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counts:
 
     @classmethod
     def zeros(cls, m: int) -> Counts:
-        """Return counters for ``m`` clients."""
+        """Return counters for ``m`` clients, which start at 0."""
         return cls(*(torch.zeros(m, dtype=torch.long) for _ in range(3)))
 
 
@@ -38,20 +38,23 @@ class Work:
 
     Attributes:
         ids: client ids ``[m]``.
-        round: round number, from 1.
-        k: number of the step within `iterate`, from 0.
+        round: number of the round, from 1.
+        k: number of the current step in `iterate`, from 0.
         lr: step size of the round.
         local: settings of local training.
-        weight: client's share alpha_i ``[m, 1]``. The shares sum to 1 over all clients.
+        weight: weights alpha_i of the clients in the objective ``[m, 1]``. The weights of all clients sum to 1.
         steps: number of local steps in the round ``[m, 1]``.
         sizes: number of training samples ``[m, 1]``.
-        layout: shapes of the model.
-        fixed_batches: each client's batches by stream, if a run replays them. None: batches are drawn.
-        counted: True if ``steps`` counts the given batches, of which a step of `iterate` may use several.
-        projection: matrix of a subspace method ``[k, d]``, if a run replays it. None: the matrix is drawn.
-        memory: states of the clients' optimizers that continue from the previous round. None: optimizers start without
-            a state.
-        places: positions of the samples that batches and losses use ``[m, b]``. None: all (`fedloom.local.split`).
+        layout: names and shapes of the model's parameters.
+        fixed_batches: batches of each client, keyed by stream, if a run replays them. None if batches are drawn.
+        counted: True if ``steps`` is the number of given batches, several of which may be used by one step of
+            `iterate`.
+        projection: matrix ``[k, d]`` of a method that works in a subspace, if a run replays it. None if the matrix is
+            drawn.
+        memory: states of the clients' optimizers, which continue from the previous round. None if optimizers start
+            without a state.
+        places: positions of the samples to which batches and losses are restricted ``[m, b]``. None for all samples
+            (see `fedloom.local.split`).
     """
 
     def __init__(
@@ -92,18 +95,18 @@ class Work:
 
     @property
     def m(self) -> int:
-        """Clients at hand."""
+        """Number of clients in this work, which decreases as clients finish."""
         return len(self.ids)
 
     @property
     def layout(self) -> Layout:
-        """Shapes of the model."""
+        """Names and shapes of the model's parameters."""
         return self.oracle.layout
 
     def epochs(self, e: int) -> Tensor:
         """Return the number of steps ``[m, 1]`` in ``e`` passes over each client's training part.
 
-        None for work that is `idle`.
+        The number is 0 if the work is `idle`.
         """
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
@@ -118,7 +121,7 @@ class Work:
         return (self.steps + per - 1) // per
 
     def ends(self, span: Literal["epoch", "round"]) -> Tensor:
-        """Return True if step `k` of `iterate` is the client's last in an epoch or in the round, bool ``[m, 1]``."""
+        """Return a bool mask ``[m, 1]`` of clients whose current step is their last in an epoch or in the round."""
         last = self.steps == self.k + 1
         return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
 
@@ -129,7 +132,7 @@ class Work:
         return self.batches().to(self.steps.device)
 
     def batches(self) -> Tensor:
-        """Return the steps in a pass over each client's training part, ``[m, 1]``: its `LocalSGD.batches`."""
+        """Return the number of steps in a pass over the training part, ``[m, 1]`` (see `LocalSGD.batches`)."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 
@@ -139,9 +142,9 @@ class Work:
         return self.add_decay_(self.clipped(w, batch), w)
 
     def add_decay_(self, out: Tensor, w: Tensor) -> Tensor:
-        """Add the weight decay at ``w`` to ``out``, both ``[m, d]``, and return ``out``.
+        """Add the gradient of the weight decay at ``w`` to ``out``, both ``[m, d]``, and return ``out``.
 
-        As with PyTorch optimizers, a parameter without a gradient has no weight decay.
+        As in PyTorch, weight decay does not apply to a parameter that has no gradient.
         """
         decay, reached = self.local.weight_decay, self.oracle.reached if self.local.weight_decay else None
         if reached is not None:
@@ -151,7 +154,7 @@ class Work:
     def clipped(
         self, w: Tensor, batch: Batch, functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = ()
     ) -> Tensor:
-        """Return the gradient of the mean loss of ``batch`` and terms at ``w [m, d]``, clipped to ``local.clip``."""
+        """Return the gradient of the batch's mean loss and terms at ``w [m, d]``, clipped to ``local.clip``."""
         g = torch.empty_like(w, memory_format=torch.contiguous_format)
         self.addgrad_(g, w, batch, 0.0, 1.0, None, functions, terms)
         if self.local.clip is not None:
@@ -170,12 +173,13 @@ class Work:
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Compute ``out <- beta out + alpha gradient of the mean batch loss and terms at w + steady``.
+        """Set ``out <- beta out + alpha grad + steady``, where grad is the gradient of mean loss plus terms at ``w``.
 
-        Samples count as backward samples, and as forward samples for each anchor of a term (`fedloom.local.terms`).
+        Samples are counted as backward samples, and also as forward samples for each anchor of a term (see
+        `fedloom.local.terms`).
 
         Raises:
-            ConfigError: there are terms, but the model cannot process its samples one by one.
+            ConfigError: terms are given, but the model cannot process its samples one by one.
         """
         self._count(self.counts.backward, batch.count)
         self._count_anchors(batch, terms)
@@ -187,7 +191,7 @@ class Work:
             self._count(self.counts.forward, anchors * batch.count)
 
     def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
-        """Return the gradient of the terms alone at ``w``, ``[m, d]``. The samples count as backward samples."""
+        """Return the gradient of the terms alone at ``w``, ``[m, d]``. The samples are counted as backward samples."""
         self._count(self.counts.backward, batch.count)
         g = torch.zeros_like(w, memory_format=torch.contiguous_format)
         if terms:
@@ -196,7 +200,7 @@ class Work:
         return g
 
     def features(self, w: Tensor) -> list[Features]:
-        """Return representations at ``w`` of each client's training samples, with their labels, in the samples' order.
+        """Return representations and labels of each client's training samples at ``w``, in the order of the samples.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
@@ -208,7 +212,7 @@ class Work:
         return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
-        """Return the mean representation ``[m, c, k]`` at ``w`` of each class in the training part, 0 if missing.
+        """Return the mean representation at ``w`` of each class in the training part, ``[m, c, k]``, or 0 if missing.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
@@ -220,7 +224,10 @@ class Work:
         return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
-        """Take all SGD steps on ``w [m, d]`` at once, in place. If the oracle cannot do this, return False."""
+        """Take all SGD steps on ``w [m, d]`` in place with one call of a compiled loop.
+
+        Return False if the oracle has no such loop.
+        """
         descend = self.oracle.loop_for(w)
         if descend is None or not self.m:
             return False
@@ -232,20 +239,20 @@ class Work:
         return True
 
     def _count(self, counter: Tensor, samples: Tensor) -> None:
-        """Add samples ``[k, 1]`` of the first clients to a counter."""
+        """Add numbers of samples ``[k, 1]`` to a counter of the first k clients."""
         counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
-        """Count steps ``[m]``, or the same number for all current clients.
+        """Count ``steps [m]``, or the same number for all current clients.
 
-        `iterate` counts the steps that draw batches.
+        Steps that use batches are counted by `iterate`.
         """
         self.counts.steps.index_add_(0, self.slots, torch.as_tensor(steps).expand(self.m))
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
-        """Return the number of steps ``[m]`` of each client on the CPU.
+        """Return the number of steps of each client ``[m]`` on the CPU.
 
-        None stands for the round's steps, with ``batches`` batches each.
+        None stands for the steps of the round, with ``batches`` batches each.
         """
         if steps is None:
             steps = self.steps // batches if self.counted and batches else self.steps
@@ -257,13 +264,16 @@ class Work:
         return self.add_full_grad_(torch.zeros_like(w, memory_format=torch.contiguous_format), w)
 
     def add_full_grad_(self, out: Tensor, w: Tensor) -> Tensor:
-        """Compute ``out <- out + full_grad(w)``, both ``[m, d]``. Return ``out``, which must not be ``w``."""
+        """Compute ``out <- out + full_grad(w)``, both ``[m, d]``.
+
+        Return ``out``, which must not be the same tensor as ``w``.
+        """
         for piece in self.pieces():
             self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
         return self.add_decay_(out, w)
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
-        """Return the mean loss (without weight decay) on ``batch``, or over the whole training part, ``[m, 1]``."""
+        """Return the mean loss (without weight decay) on ``batch`` or on the whole training part, ``[m, 1]``."""
         w = each_client(w, self.m)
         total = torch.zeros(self.m, 1, dtype=w.dtype, device=w.device)
         for piece in self.pieces() if batch is None else [batch]:
@@ -273,7 +283,7 @@ class Work:
         return total
 
     def accuracy(self, w: Tensor) -> Tensor:
-        """Return the share of the client's training samples that ``w`` predicts correctly, ``[m, 1]``.
+        """Return the fraction of each client's training samples that ``w`` predicts correctly, ``[m, 1]``.
 
         Raises:
             ConfigError: the task has no classes.
@@ -284,12 +294,12 @@ class Work:
     def group_counts(self, w: Tensor, group: str) -> Tensor:
         """Count the client's training samples in two groups of rows, ``[m, 8]``, for a binary task.
 
-        For the first group and then the second, the result contains the numbers of samples, samples predicted 1,
-        samples labeled 1, and samples with both.
+        For the first group and then the second, the result contains four numbers: all samples, samples predicted as 1,
+        samples labeled 1, and samples that are both.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
-            group: column with two levels, or column with a bound (`fedloom.data.groups.groups_of`).
+            group: column with two levels, or column with a threshold (see `fedloom.data.groups.groups_of`).
 
         Raises:
             ConfigError: the task is not binary, the column was not kept, or it does not define two groups.
@@ -299,9 +309,9 @@ class Work:
 
     @property
     def class_counts(self) -> Tensor:
-        """Return the number of training samples of each class, ``[m, c]``.
+        """Number of training samples per class of each client, ``[m, c]``.
 
-        They are counted at the client, and no message contains them.
+        They are counted on the client, and no message contains them.
 
         Raises:
             ConfigError: the task has no classes.
@@ -311,31 +321,31 @@ class Work:
     def activations(
         self, w: Tensor, layer: str = "penultimate", reduce: Reduce | None = None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the mean over the client's training samples of ``reduce(output of layer)`` at ``w``, ``[m, a]``.
+        """Return the mean of ``reduce(output of layer)`` over the client's training samples at ``w``, ``[m, a]``.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
-            layer: a module's name, or ``"penultimate"`` (the last hidden representation), or ``"logits"``.
-            reduce: function of the outputs ``[b, a]`` for single samples, for instance log-softmax.
-            batch: batch to which the samples are restricted.
+            layer: name of a module, ``"penultimate"`` (the last hidden representation), or ``"logits"``.
+            reduce: function of the outputs ``[b, a]`` of samples, such as log-softmax, or None.
+            batch: batch to which the samples are restricted, or None.
         """
         self._count(self.counts.forward, self.sizes if batch is None else batch.count)
         return self.oracle.activations(each_client(w, self.m), self.ids, layer, reduce, batch)
 
     def last_batch(self, stream: Purpose = "local") -> Batch:
-        """Return the batch of the client's last step in a stream.
+        """Return the batch of each client's last step in a stream.
 
-        If the client takes no step, return the batch of the first step.
+        If a client takes no step, return the batch of its first step.
         """
         steps = self.steps[:, 0].cpu().clamp(min=1)
         return self.plan(stream, steps).each(steps - 1)
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
-        """Return one generator per client for a draw in this round."""
+        """Return one random generator per client for a purpose in this round."""
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
     def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
-        """Plan the batches of a stream, with ``steps [m]`` for each client."""
+        """Draw the batches of a stream, for ``steps [m]`` steps of each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
         named = (self.seed, self.round, stream, self.oracle.locate, self.fixed_batches)
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
@@ -349,11 +359,11 @@ class Work:
         return self.with_(is_idle=True, steps=torch.zeros_like(self.steps))
 
     def uncounted(self) -> Work:
-        """Return the same work without counting and without optimizer states."""
+        """Return the same work with new counters and without optimizer states."""
         return self.with_(counts=Counts.zeros(self.m), memory=None)
 
-    def at(self, k: int) -> Work:
-        """Return the same work in step ``k``."""
+    def move_to_step(self, k: int) -> Work:
+        """Return the same work at step ``k``."""
         return self.with_(k=k)
 
     def take(self, clients: slice | Tensor) -> Work:
@@ -370,9 +380,9 @@ class Work:
         return other
 
     def pieces(self) -> list[Batch]:
-        """Yield batches that together contain the client's whole training part, each weighted by its share of the part.
+        """Return batches that cover the client's training part, weighted so that losses add up to the mean.
 
-        A batch contains the first clients, up to the last client with remaining samples.
+        Batches leave out clients at the end that have no samples left.
         """
         together = int(self.sizes.max()) if self.oracle.whole else None
         return pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)

@@ -1,4 +1,4 @@
-"""Models as values: ``MODELS`` by kind, ``PAPER_NETWORKS`` by name, parts of a built module, and augmentation."""
+"""Models as values: ``MODELS`` by kind, ``PAPER_NETWORKS`` by name, parts of models, and augmentation."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ MODELS: dict[str, type[ModelSpec]] = {
     "hub": Hub,
     "import": Import,
 }
-"""Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
+"""Classes of model specifications, by the value of ``kind`` in the ``[model]`` table of an experiment file."""
 MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPER_NETWORKS}}
-"""Class of each kind in `MODELS` and of each network in `PAPER_NETWORKS`, with the defaults that a run uses."""
+"""Classes for all kinds in `MODELS` and all networks in `PAPER_NETWORKS`, with the default values that a run uses."""
 
 
 def spec_of(kind: str, **options: object) -> ModelSpec:
-    """Return the specification of a kind in `MODELS` or a name in `PAPER_NETWORKS`, with some fields replaced.
+    """Return the specification of a kind in `MODELS` or a name in `PAPER_NETWORKS`, with the given fields changed.
 
     Raises:
         ConfigError: the kind or a field is unknown, or a value is out of range.

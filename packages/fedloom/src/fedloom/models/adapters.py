@@ -1,7 +1,7 @@
-"""Low-rank adapters: the module's layers are frozen, and each layer is extended by a small trainable product.
+"""Low-rank adapters: the layers of a model are frozen, and a small trainable product is added to some of them.
 
-E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, with B
-= 0 at the start.
+E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, where
+B is 0 at the start.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from fedloom.models.parts import head_prefixes
 from fedloom.values import Value
 
 ATTENTION_PATTERN = re.compile("attention|attn", re.IGNORECASE)
-"""Substring of a module's name or class that identifies attention layers."""
+"""Pattern that matches the names and classes of attention modules."""
 
 
 class Adapters(Value):
-    """Layers with adapters. All other parameters of the model are frozen and stored once for all clients."""
+    """Choice of the layers that get adapters.
+
+    All parameters except the adapters and a trained head are frozen, and are stored only once for all clients.
+    """
 
     rank: PositiveInt = Field(8, description="rank of each adapter")
     on: Literal["attention", "linear"] = Field(
@@ -39,8 +42,8 @@ class Adapted(nn.Module):
 
     Attributes:
         wrapped: original layer, which is frozen.
-        down: ``[rank, inputs]``. down: matrix A in the paper.
-        up: ``[outputs, rank]``. up: matrix B in the paper, which is 0 at the start.
+        down: matrix A of the paper ``[rank, inputs]``.
+        up: matrix B of the paper ``[outputs, rank]``, which is 0 at the start.
     """
 
     def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
@@ -52,30 +55,35 @@ class Adapted(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the adapter's product to the layer's output."""
+        """Return the output of the original layer plus the product of the adapter."""
         output: Tensor = self.wrapped(x)
         return output + self.scale * ((x @ self.down.mT) @ self.up.mT)
 
     @property
     def weight(self) -> Tensor:
-        """Matrix of the layer. Some modules read this matrix instead of calling the layer."""
+        """Weights of the layer with the product of the adapter added.
+
+        Some modules read the weights instead of calling the layer.
+        """
         plain: Tensor = self.wrapped.weight  # type: ignore[assignment]
         product = self.scale * (self.up @ self.down)
         return plain + (product if type(self.wrapped) is nn.Linear else product.mT)
 
     @property
     def bias(self) -> Tensor | None:
-        """The layer's."""
+        """Bias of the layer, or None if it has none."""
         return self.wrapped.bias  # type: ignore[return-value]
 
 
 def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
-    """Copy a module and add adapters to the copy. Only the adapters are trained, and the head if requested.
+    """Return a copy of a module with adapters added.
 
-    Initial values of the adapters are drawn from torch's global generator.
+    In the copy, only the adapters are trainable, and the head if ``adapters.head`` is True.
+
+    The initial values of the adapters are drawn from torch's global generator.
 
     Raises:
-        ConfigError: no such layer exists, or the rank is too large for one of the layers.
+        ConfigError: the module has no such layers, or the rank is too large for one of them.
     """
     module = copy.deepcopy(module)
     linear = {name: layer for name, layer in module.named_modules() if name and _is_linear(layer)}
@@ -107,9 +115,9 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """Merge the adapters into their layers and return the original architecture.
+    """Return a copy of a module in which adapters are merged into their layers, so that it has its original layers.
 
-    Without adapters, return the module.
+    A module without adapters is returned itself.
     """
     adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     module = copy.deepcopy(module) if adapters else module
@@ -128,7 +136,7 @@ def matrix(layer: nn.Module) -> Tensor:
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Return True if a module is a torch linear layer, or GPT-2's in transformers (a transposed matrix)."""
+    """Return True for a linear layer of torch, or of GPT-2 in transformers (``Conv1D``, whose matrix is transposed)."""
     return type(layer) is nn.Linear or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
 
 

@@ -1,7 +1,9 @@
-"""Random changes of training images, drawn from the client's own generator. Off by default.
+"""Random changes of training images, which are drawn from each client's own generator.
 
-`Augment.draw` takes the random decisions for one client's batch. `Augment.apply` applies them to the images of one or
-several clients.
+By default, images are not changed.
+
+`Augment.draw` draws the random decisions for a batch of one client. `Augment.apply` applies these decisions to the
+images of one or more clients.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fedloom.values import Value
 
 
 class Augment(Value):
-    """Horizontal flip and padded random crop (FedSLR's code: 4-pixel crop, each with probability 0.5)."""
+    """Random horizontal flips, and random crops of padded images (FedSLR's code: 4 pixels, probability 0.5)."""
 
     flip: float = Field(0.0, ge=0, le=1, description="probability that an image is flipped left to right")
     crop: int = Field(
@@ -32,22 +34,22 @@ class Augment(Value):
 
     @property
     def changes(self) -> bool:
-        """True if the images may change."""
+        """True if images may be changed."""
         return self.flip > 0 or (self.crop > 0 and self.crop_probability > 0)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw decisions for ``count`` images: int64 ``[count, 3]``, flip (0 or 1) and top left corner of the crop."""
+        """Draw decisions for images: int64 ``[count, 3]`` with flip (0 or 1) and the top left corner of the crop."""
         chance = torch.rand(count, 2, dtype=torch.float32, generator=generator)
         corner = torch.randint(0, 2 * self.crop + 1, (count, 2), generator=generator)
         flip = (chance[:, :1] < self.flip).long()
         return torch.cat([flip, torch.where(chance[:, 1:] < self.crop_probability, corner, self.crop)], 1)
 
     def apply(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Apply the random changes to images.
+        """Return images with random changes.
 
         Args:
-            x: images ``[..., c, h, w]``, with any number of leading dimensions.
-            drawn: decisions ``[..., 3]`` that `draw` returned for these images.
+            x: images ``[..., c, h, w]`` with any number of leading dimensions.
+            drawn: decisions ``[..., 3]`` for these images, as returned by `draw`.
         """
         high, wide = x.shape[-2:]
         flip, top, left = drawn.to(x.device).unbind(-1)

@@ -1,4 +1,4 @@
-"""Dropout with masks from outside, so that one client's draws do not depend on which other clients train."""
+"""Dropout with masks that the caller draws, so that a client's random draws do not depend on the other clients."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Module):
-    """Multiplies by the buffer ``mask`` in training, and does nothing in evaluation.
+    """Layer that multiplies by the buffer ``mask`` in training, and returns its input in evaluation.
 
-    The engine draws masks from the client's own generator (`draw`) and passes them in as the buffer, by assignment or
-    with `torch.func.functional_call`, which also works with stacked masks under `torch.func.vmap`. Until the engine
-    sets it, ``mask`` is one and nothing is dropped. The buffer is not part of the state dict.
+    The engine draws masks from the client's own generator with `draw`. It passes them to the layer by assignment to the
+    buffer or with `torch.func.functional_call`, which also supports one mask for each client under `torch.func.vmap`.
+    Until the engine sets ``mask``, it is 1, so that nothing is dropped. The buffer is not included in the state dict.
 
     Args:
-        p: probability with which a feature is dropped, in [0, 1).
+        p: probability in [0, 1) with which a feature is dropped.
 
     Raises:
-        ValueError: p is out of range.
+        ValueError: ``p`` is out of range.
     """
 
     mask: Tensor
@@ -30,12 +30,12 @@ class Dropout(nn.Module):
         self.register_buffer("mask", torch.ones(()), persistent=False)
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw a mask with ``shape`` (``[b, *features]``): 1 / (1 - p) with probability 1 - p, else 0."""
+        """Draw a mask ``[b, *features]`` with values 1 / (1 - p) with probability 1 - p, and otherwise 0."""
         kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=generator.device).ge_(self.p)
         return kept.to(self.mask.dtype).mul_(1 / (1 - self.p))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x * mask`` in training, else ``x``."""
+        """Return ``x * mask`` in training, and ``x`` in evaluation."""
         return x * self.mask if self.training else x
 
     def extra_repr(self) -> str:

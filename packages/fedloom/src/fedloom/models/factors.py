@@ -1,4 +1,4 @@
-"""Factorized inference: each linear and convolutional layer is replaced by two thin layers if these are smaller."""
+"""Factorized models: a linear or convolutional layer is replaced by two thinner layers if this saves parameters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedloom.errors import ConfigError
 
 
 class Factorised(NamedTuple):
-    """Module with thin layers.
+    """Model with factorized layers.
 
     Attributes:
-        module: copy of the original module, in evaluation mode. The original stays unchanged.
-        parameters: number of parameters.
-        before: number of parameters in the original.
-        ranks: rank of each replaced layer, by layer name.
+        module: changed copy of the original module, in evaluation mode. The original module is not changed.
+        parameters: number of parameters of the changed copy.
+        before: number of parameters of the original module.
+        ranks: rank of each replaced layer, by the name of the layer.
     """
 
     module: nn.Module
@@ -29,23 +29,23 @@ class Factorised(NamedTuple):
 
 
 def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-6) -> Factorised:
-    """Replace each `nn.Linear` and `nn.Conv2d` by two thin layers if they have fewer parameters (FedSLR, Table 9).
+    """Replace each `nn.Linear` and `nn.Conv2d` by two thinner layers if they have fewer parameters (FedSLR, Table 9).
 
-    A convolution ``[o, i, k, l]`` is treated as the matrix ``[o*k, i*l]`` (FedSLR, section 3): it becomes a ``1 x l``
-    convolution to ``r`` channels, followed by a ``k x 1`` convolution. Grouped convolutions, and convolutions with
-    nonzero padding, are not replaced.
+    A convolution ``[o, i, k, l]`` is treated as the matrix ``[o*k, i*l]`` (FedSLR, section 3). It is replaced by a
+    convolution with kernel ``1 x l`` and ``r`` output channels, followed by one with kernel ``k x 1``. A convolution
+    is not replaced if it has groups, a padding mode other than zeros, or a padding given as text such as "same".
 
     Args:
-        module: the model. If no singular value is dropped, predictions are equal up to rounding.
-        rank: largest number of singular values to keep per layer. If None, all singular values above the tolerance are
-            kept.
-        tolerance: singular values below this share of the layer's largest singular value are dropped, in [0, 1).
+        module: model to be factorized. If no singular value is dropped, the predictions stay the same up to rounding.
+        rank: maximum number of singular values that are kept in each layer. None to keep all singular values above the
+            tolerance.
+        tolerance: fraction in [0, 1) of a layer's largest singular value, below which singular values are dropped.
 
     Returns:
-        The new module, and the names of its thin layers.
+        Changed copy of the module, with the rank of each replaced layer.
 
     Raises:
-        ConfigError: rank or tolerance is out of range.
+        ConfigError: the rank or the tolerance is out of range.
     """
     if rank is not None and rank < 1:
         raise ConfigError(f"factorise: rank must be at least 1, got {rank}")
@@ -69,14 +69,14 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
 
 
 def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
-    """Copy a module with pairs of thin layers, for a state dict of a module that `factorise` made.
+    """Return a copy of a module with factorized layers, which can load a state dict of the result of `factorise`.
 
     Args:
-        module: the model.
-        ranks: rank of each replaced layer, as in `Factorised.ranks`.
+        module: model before it is factorized.
+        ranks: rank of each replaced layer by its name, as in `Factorised.ranks`.
 
     Raises:
-        ConfigError: a name does not belong to a replaceable layer.
+        ConfigError: a name is not the name of a layer that can be replaced.
     """
     thinned = copy.deepcopy(module).eval()
     layers = dict(thinned.named_modules())
@@ -90,7 +90,7 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
 
 def _matrix(layer: nn.Module) -> Tensor | None:
-    """Return the matrix ``[rows, columns]`` of a replaceable layer."""
+    """Return the matrix ``[rows, columns]`` of a layer that can be replaced, or None for any other layer."""
     if type(layer) is nn.Linear:
         return layer.weight.detach()
     if type(layer) is nn.Conv2d and layer.groups == 1 and layer.padding_mode == "zeros":
@@ -102,7 +102,7 @@ def _matrix(layer: nn.Module) -> Tensor | None:
 
 
 def _pair(layer: nn.Module, left: Tensor, right: Tensor) -> nn.Sequential:
-    """Return two layers whose product is ``left [rows, r] right [r, columns]``."""
+    """Return two layers that replace ``layer``, whose product is ``left [rows, r] right [r, columns]``."""
     r = left.shape[1]
     first: nn.Linear | nn.Conv2d
     second: nn.Linear | nn.Conv2d

@@ -1,4 +1,4 @@
-"""Guided: a network whose head receives features that a conditional valve adapts to a client."""
+"""Guided models, in which a conditional valve adapts the features below the head to a client."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fedloom.errors import Refused
 from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 EMBEDDING, CONDITION = "embedding.weight", "condition"
-"""Parameters of a guided network: the class embeddings, and the two conditions of its valve."""
+"""Names of parameters of a guided model: the class embeddings, and the two conditions of its valve."""
 
 
 class Valve(nn.Module):
-    """Scales and shifts features according to a condition: relu((gamma(c) + 1) z + beta(c)).
+    """Layer that scales and shifts features z by a condition c: relu((gamma(c) + 1) z + beta(c)).
 
     Args:
         width: number k of features.
@@ -31,23 +31,23 @@ class Valve(nn.Module):
         )
 
     def forward(self, z: Tensor, condition: Tensor) -> Tensor:
-        """Return features ``[q, b, k]`` of ``z [b, k]`` under each ``condition [q, k]``."""
+        """Return features ``[q, b, k]`` from ``z [b, k]``, with one result for each ``condition [q, k]``."""
         return torch.relu(z * (self.gamma(condition) + 1)[:, None] + self.beta(condition)[:, None])
 
 
 class Guided(Bodied):
-    """Network with a valve before its head, and with an embedding of each class (GPFL).
+    """Network with a valve below its head and with an embedding of each class (GPFL).
 
-    It predicts from the features under the second condition. The embeddings do not affect predictions.
+    It predicts from the features under the second, personal condition. The embeddings have no influence on predictions.
 
     Attributes:
         body: part of the network below its head.
-        embedding: class embeddings ``[c, k]``, drawn from the standard normal distribution.
-        valve: valve, which is the same for both conditions.
+        embedding: class embeddings ``[c, k]``, which are drawn from the standard normal distribution.
+        valve: valve that is used with both conditions.
         condition: generic and personal condition ``[2, k]``, which are 0 at the start.
-        head: the network's last linear layer.
-        penultimate: layer whose output is the representation ``[b, k + c + 1]``: the generic features, their cosines
-            with the embeddings, and half of the squared norm of valve and embeddings.
+        head: last linear layer of the network.
+        penultimate: name of the layer whose output ``[b, k + c + 1]`` is the representation: the generic features,
+            their cosine similarities to the embeddings, and half of the squared norm of the valve and the embeddings.
     """
 
     penultimate = "guidance"
@@ -76,7 +76,7 @@ class Guided(Bodied):
 
 
 class GuidedOption(Construction):
-    """Field ``guided`` of a model, which builds `Guided` around its network."""
+    """Option ``guided`` of a model, which replaces its network by `Guided`."""
 
     option = "guided"
     guided: bool = Field(

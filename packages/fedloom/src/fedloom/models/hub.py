@@ -1,4 +1,4 @@
-"""Hugging Face transformers models, loaded by name or built from a configuration, with a linear head."""
+"""Models of Hugging Face transformers, which are loaded by name or created from a configuration, with a linear head."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from fedloom.models.sequences import OfTokens, Pick
 
 
 class Hub(OfTokens):
-    """Transformers body with a linear head on its last hidden states. It needs the extra ``hub``.
+    """Model of the transformers library, with a linear head on its last hidden states.
 
-    ``name`` fetches weights with `AutoModel.from_pretrained`, and never runs code from the repository. The data must
-    then use the tokens of the model's tokenizer, with 0 as padding. ``config`` builds a new body without a connection.
-    The configuration determines dropout.
+    It needs the extra ``hub`` of fedloom.
+
+    With ``name``, weights are downloaded by `AutoModel.from_pretrained`, which never executes code from the repository.
+    In this case, the tokens of the data must be those of the model's tokenizer, with 0 as padding. With ``config``, a
+    new model is created without a network connection. Dropout is determined by the model's configuration.
     """
 
     name: str | None = Field(None, description="name of a model on the hub, or a folder that `save_pretrained` wrote")
@@ -62,7 +64,7 @@ class Hub(OfTokens):
 
 
 class Headed(nn.Module):
-    """Module that `Hub` builds."""
+    """Network that is built by `Hub`."""
 
     def __init__(self, body: Any, outputs: int, pick: Pick) -> None:
         super().__init__()

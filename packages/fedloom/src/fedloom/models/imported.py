@@ -1,10 +1,11 @@
-"""A user's own `nn.Module`, specified by its import path or as an object in this process."""
+"""Models from a user's own `nn.Module`, which is given by an import path or as a Python object."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import math
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,35 +17,25 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, cause_of
 from fedloom.imports import IMPORT_PATH_PATTERN, find_maker, importable, text_of
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
-"""A user's module, or a class or function that returns one."""
+"""User's own module, or a class or function that returns one."""
 ABSENT_VALUE = object()
-"""Marker for an attribute that does not exist."""
+"""Marker that stands for an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
-"""Types of attributes that a forward pass may change."""
+"""Types of the attributes whose changes by a forward pass are noticed."""
 OF_TORCH = {*vars(nn.Module())}
 """Attributes that every module has."""
 
 
-class Import(ModelSpec):
-    """A user's class or function that returns an `nn.Module`.
-
-    It is called with ``options``, and with ``shape`` and ``outputs`` if it accepts parameters with these names. For
-    sequences, it is also called with ``vocabulary`` (its size) and ``each`` (True if each position has a label). The
-    module must accept ``[b, *shape]`` and return outputs with the shape described in `ModelSpec`. It may define the
-    attributes ``head`` and ``penultimate`` described in `fedloom.models.parts`. fedloom runs the code of the named
-    module.
-    """
-
-    path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
+class _UserModel(ModelSpec):
+    """A model that the user's code builds."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return self._build(shape, outputs, None)
@@ -54,6 +45,24 @@ class Import(ModelSpec):
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return self._build(shape, outputs, (0, True))
+
+    @abstractmethod
+    def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+        """Build the module for an input shape, a number of outputs, and a vocabulary with a flag for sequences."""
+
+
+class Import(_UserModel):
+    """Class or function of the user that returns an `nn.Module`.
+
+    It is called with ``options`` as keyword arguments, and with ``shape`` and ``outputs`` if it has parameters with
+    these names. For sequences, it is called in the same way with ``vocabulary`` (the number of tokens) and ``each``
+    (True if each position has a label). The module must accept samples ``[b, *shape]`` and return outputs of the shape
+    that is described in `ModelSpec`. The attributes ``head`` and ``penultimate`` of the module may name its parts (see
+    `fedloom.models.parts`). The code that the path names is executed.
+    """
+
+    path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         make = find_maker(self.path, "model", nn.Module)
@@ -62,12 +71,12 @@ class Import(ModelSpec):
         return _build(make, self.options, self.path, shape, outputs, tokens)
 
 
-class Held(ModelSpec):
+class Held(_UserModel):
     """A module, class or function in this process with no import path, such as one defined in a notebook cell.
 
-    A module is copied with its weights, which are the initial values for every seed. A class or function is called as
-    `Import` calls it. Checkpoints identify the object by ``digest``. To resume in another process, define the same
-    object there.
+    A module is copied with its weights, which are the initial values for all seeds. A class or function is called as
+    described in `Import`. In checkpoints, the object is identified by ``digest``. To resume a run in another process,
+    define the same object there.
     """
 
     kind: ClassVar[str] = "held"
@@ -75,15 +84,6 @@ class Held(ModelSpec):
     name: str = Field(description="name of the model in messages")
     digest: str = Field(description="digest of the model's source code, or of its structure and weights")
     held: Any = Field(exclude=True, repr=False, description="module, class or function of the model")
-
-    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._build(shape, outputs, None)
-
-    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return self._build((length,), outputs, (vocabulary, each))
-
-    def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._build(shape, outputs, (0, True))
 
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
@@ -100,11 +100,11 @@ class Held(ModelSpec):
 
 
 def describe_model(model: object) -> ModelSpec | None:
-    """Return the specification of an object that describes a model in Python, or None for any other object.
+    """Return the specification of an object that is a model, or None for any other object.
 
     Args:
-        model: an `nn.Module` (its weights are the initial values), a module class, or a function that returns a module.
-            An object with an import path becomes an `Import`, and any other object becomes a `Held`.
+        model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a
+            module. If the object has an import path, the specification is an `Import`, otherwise a `Held`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -135,7 +135,7 @@ def describe_model(model: object) -> ModelSpec | None:
 
 
 def wrap_model(model: object) -> ModelSpec:
-    """Return the specification of an object that `describe_model` accepts.
+    """Return the specification of an object that is accepted by `describe_model`.
 
     Raises:
         ConfigError: the object is not a model.
@@ -157,7 +157,7 @@ def _build(
     outputs: int,
     tokens: tuple[int, bool] | None,
 ) -> nn.Module:
-    """Build the module that a class or function returns for these data, and check it."""
+    """Build a module for the given data with a class or function, and check the module."""
     facts: dict[str, Any] = {"shape": shape, "outputs": outputs}
     facts |= {} if tokens is None else {"vocabulary": tokens[0], "each": tokens[1]}
     offered = {key: value for key, value in facts.items() if key in inspect.signature(make).parameters}
@@ -189,18 +189,18 @@ def _build(
 
 
 def _flatten_pixels(module: nn.Module, inputs: object, output: object) -> Any:
-    """Return the outputs for an image ``[b, k, height, width]`` pixel by pixel, ``[b, height width, k]``."""
+    """Return outputs ``[b, k, height, width]`` for images as ``[b, height width, k]``, with one row for each pixel."""
     return output.flatten(2).mT if isinstance(output, Tensor) and output.ndim > 3 else output
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """Return the names of the layers that normalize a sample using the other samples of a prediction."""
+    """Return the names of layers that normalize each sample with the other samples of the batch, even in evaluation."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
 
 
 def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
-    """Return advice for a module that fails on samples of a given shape."""
+    """Return advice for a module that fails on samples of the given shape."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Flatten)]
     width = math.prod(shape)
     recurrent = any(isinstance(m, nn.RNNBase | nn.TransformerEncoderLayer) for m in module.modules())
@@ -214,15 +214,16 @@ def _shape_cure(module: nn.Module, shape: tuple[int, ...]) -> str:
 def try_out(
     module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
 ) -> None:
-    """Run two samples through the module and check the output's shape.
+    """Apply a module to two samples, and check the shape of the output.
 
-    The samples are zeros. If the module fails on zeros, the samples are ones (for a mask that would exclude every
-    position) or token 1. If layers normalize using the other samples of a prediction, the module is also tried with one
-    sample.
+    The values of the samples are 0. If the module fails on them, the values are 1, because a module may mask all
+    positions with value 0; for tokens, the values are always 1. The module is also applied to a single sample, for
+    which the output must have the same shape. If some layers normalize each sample with the other samples of the batch,
+    the module must not fail on a single sample.
 
     Raises:
-        ConfigError: the module fails, the shape of its output differs from `ModelSpec`, or no parameter affects the
-            output.
+        ConfigError: the module fails, its output has a different shape than `ModelSpec` describes, or the output
+            depends on no parameter.
     """
     training = module.training
     if tokens and tokens[0]:
@@ -242,7 +243,7 @@ def try_out(
             module.train(training)
     if len(errors) == len(tries):
         raise ConfigError(
-            f"model {path!r} fails on samples of shape {shape}: {errors[0]}",
+            f"model {path!r} fails on samples of shape {shape}: {cause_of(errors[0])}",
             rule="model-fails",
             fix=_shape_cure(module, shape),
         ) from errors[0]
@@ -271,6 +272,18 @@ def try_out(
         elif outputs == 2 and got == [2, *wanted[:-1], 1]:
             cure = ". Give two outputs, or use task = 'binary' for the data"
         raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")
+    try:
+        with torch.no_grad():
+            one = list(module.eval()(samples[:1]).shape)
+    except Exception:  # of a layer that needs two samples, which the first training step names
+        one = [1, *got[1:]]
+    finally:
+        module.train(training)
+    if one != [1, *got[1:]]:
+        raise ConfigError(
+            f"model {path!r} must return {[1, *got[1:]]} for a single sample, got {one}, for example because squeeze() "
+            "removes the axis of the samples. Name the axis to remove, such as squeeze(2)"
+        )
     graded = isinstance(output, Tensor) and output.requires_grad
     trains = any(parameter.requires_grad for parameter in module.parameters())
     if trains and not (graded or torch.is_inference_mode_enabled() or _trains(module, samples)):
@@ -282,9 +295,10 @@ def try_out(
 
 
 def _trains(module: nn.Module, samples: Tensor) -> bool:
-    """Return True if outputs have a gradient in training mode.
+    """Return True if the outputs have a gradient in training mode.
 
-    Some modules turn gradients off in other modes. Or fail there.
+    The function also returns True if the module fails in training mode. Training mode is tested because some modules
+    compute no gradients in evaluation mode.
     """
     try:
         with torch.enable_grad():
@@ -294,7 +308,7 @@ def _trains(module: nn.Module, samples: Tensor) -> bool:
 
 
 def values_of(module: nn.Module) -> dict[str, object]:
-    """Return buffers, except batch statistics, and attributes of `CHANGEABLE_TYPES`, by name."""
+    """Return the buffers of a module, except batch statistics, and its attributes of `CHANGEABLE_TYPES`, by name."""
     values: dict[str, object] = {}
     for owner, m in module.named_modules():
         plain = {k: v for k, v in vars(m).items() if isinstance(v, CHANGEABLE_TYPES) and k not in OF_TORCH}
@@ -304,7 +318,7 @@ def values_of(module: nn.Module) -> dict[str, object]:
 
 
 def put(owner: nn.Module, name: str, value: object) -> None:
-    """Set a buffer (on its device and in its type) or an attribute to a copy of a value (see `ABSENT_VALUE`)."""
+    """Set an attribute or buffer to a copy of a value. A buffer keeps its device and type."""
     before = owner._buffers.get(name)
     if value is ABSENT_VALUE:
         vars(owner).pop(name, None)
@@ -313,7 +327,7 @@ def put(owner: nn.Module, name: str, value: object) -> None:
 
 
 def copy_of(value: object) -> Any:
-    """Copy a value and the tensors that its containers hold. Parameters are not copied."""
+    """Return a copy of a value, in which the tensors inside containers are also copied. Parameters are not copied."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if not isinstance(value, CONTAINER_TYPES):
@@ -330,20 +344,20 @@ def copy_of(value: object) -> Any:
 
 
 class Mark(NamedTuple):
-    """State of a value at some moment: the value itself, a tensor's version, and the marks of a container's items."""
+    """Record of a value: the value itself, the version of a tensor, and the records of the items in a container."""
 
     value: object
     version: int
     parts: tuple[Mark, ...]
 
     @classmethod
-    def of(cls, value: object) -> Mark:
-        """Mark the current state of a value."""
+    def record(cls, value: object) -> Mark:
+        """Record the current state of a value."""
         version = value._version if isinstance(value, Tensor) else 0
-        return cls(value, version, tuple(map(cls.of, _parts(value))))
+        return cls(value, version, tuple(map(cls.record, _parts(value))))
 
     def is_same(self, now: object) -> bool:
-        """Return True if a value is still the same."""
+        """Return True if a value has not changed since it was recorded."""
         if isinstance(now, (*CONTAINER_TYPES, tuple)):
             parts = _parts(now)
             alike = type(now) is type(self.value) and len(parts) == len(self.parts)
@@ -362,14 +376,14 @@ def _parts(value: object) -> list[object]:
 
 
 class Values:
-    """State of a module's values at one moment (see `values_of`)."""
+    """Record of the values of a module (see `values_of`), by which later changes are detected."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: Mark.of(value) for name, value in values_of(module).items()}
+        self._before = {name: Mark.record(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
-        """Return the names of values that were replaced or changed in place."""
+        """Return the names of the values that have since been replaced or changed in place."""
         now = values_of(self._module)
         same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]
@@ -377,7 +391,7 @@ class Values:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the values of a module after the block, whatever a forward pass does to them."""
+    """After the block, restore all values of a module that were changed by a forward pass."""
     values = Values(module)
     copies = {name: copy_of(value) for name, value in values_of(module).items()}
     try:

@@ -1,4 +1,4 @@
-"""Memory: a network that is combined with the nearest stored samples, by their representations and labels."""
+"""Models with a memory, whose predictions also use the labels of the stored samples with similar representations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from fedloom.models.mixture import log_probabilities
 from fedloom.models.parts import POSITIONS_REASON, Bodied, Construction, parted
 
 KEYS, LABELS, RULE = "memory.keys", "memory.labels", "memory.rule"
-"""Parameters of a network with a memory, which are the parameters of its `Recall`."""
+"""Names of parameters of a model with a memory, which are the parameters of `Recall`."""
 
 MIN_CLASS_PROBABILITY = 1e-12
-"""Smallest probability of a class, so that its logarithm stays finite."""
+"""Minimum probability of a class, so that its logarithm is finite."""
 
 
 class Recall(nn.Module):
-    """Representations and labels of samples, and the rule for recalling them. An empty slot has no label.
+    """Representations and labels of stored samples, and the rule by which they are used for predictions.
+
+    A place without a sample has no label.
 
     Args:
         places: number S of samples that can be stored.
@@ -29,8 +31,8 @@ class Recall(nn.Module):
         classes: number c of classes.
 
     Attributes:
-        keys: representations ``[S, k]``.
-        labels: one-hot labels ``[S, c]``.
+        keys: representations of the stored samples ``[S, k]``.
+        labels: one-hot labels of the stored samples ``[S, c]``.
         rule: weight of the memory in a prediction, scale of the kernel, and number of neighbors ``[3]``.
     """
 
@@ -46,14 +48,14 @@ class Recall(nn.Module):
 
 
 class WithMemory(Bodied):
-    """Network whose probabilities are mixed with those of the nearest stored samples (kNN-Per).
+    """Network whose class probabilities are mixed with those of the nearest stored samples (kNN-Per).
 
-    In training, and while the memory has weight 0, only the network is used.
+    In training, and as long as the weight of the memory is 0, only the network predicts.
 
     Attributes:
         body: part of the network below its head. Its output is the representation.
-        memory: stored samples. It is empty at the start.
-        head: the network's last linear layer.
+        memory: stored samples. There are none at the start.
+        head: last linear layer of the network.
     """
 
     penultimate = "body"
@@ -79,22 +81,23 @@ class WithMemory(Bodied):
 
 
 def mixed(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """Return logarithms of a mixture of probabilities: ``weight`` for ``q [..., c]``, the rest for ``p [..., c]``."""
+    """Return logarithms of mixed probabilities, with ``weight`` for ``q [..., c]`` and the rest for ``p [..., c]``."""
     return torch.lerp(p, q, weight).clamp(min=MIN_CLASS_PROBABILITY).log()
 
 
 def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours: Tensor) -> Tensor:
-    """Return probabilities ``[b, c]`` given by the stored samples nearest to representations ``[b, k]``.
+    """Return class probabilities ``[b, c]`` from the stored samples that are nearest to representations ``[b, k]``.
 
-    A neighbor at distance r has the weight exp(-r^2 / (k scale)). The weights are scaled to sum to 1. If no sample is
-    stored, the probabilities are 0.
+    The weight of a neighbor at distance r is proportional to exp(-r^2 / (k scale)). The weights of all neighbors sum to
+    1. If no samples are stored, all probabilities are 0.
 
     Args:
-        z: ``[b, k]``.
-        keys: ``[S, k]``.
-        labels: ``[S, c]``. A row of zeros does not count as a sample.
+        z: representations ``[b, k]``.
+        keys: representations of the stored samples ``[S, k]``.
+        labels: one-hot labels of the stored samples ``[S, c]``. A row of zeros means that no sample is stored in this
+            place.
         scale: scale of the kernel.
-        neighbours: number of nearest samples to use.
+        neighbours: number of nearest samples that are used.
     """
     vacant = labels.sum(1) == 0
     r = torch.cdist(z, keys, compute_mode="donot_use_mm_for_euclid_dist").masked_fill(vacant, torch.inf)
@@ -106,7 +109,7 @@ def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours:
 
 
 class MemoryOption(Construction):
-    """Field ``memory`` of a model, which builds `WithMemory` around its network."""
+    """Option ``memory`` of a model, which replaces its network by `WithMemory`."""
 
     option = "memory"
     memory: int | None = Field(

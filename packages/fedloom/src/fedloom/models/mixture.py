@@ -1,4 +1,4 @@
-"""Mixture: several networks of the same architecture, combined by mixing their class probabilities."""
+"""Mixtures of networks: several networks of the same architecture, whose class probabilities are mixed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedloom.errors import Refused
 from fedloom.models.parts import Bodied, Construction
 
 MIXING = "mixing"
-"""Name of the parameter that contains the logarithms of a mixture's weights, up to a constant."""
+"""Name of the parameter with the logarithms of the weights in a mixture, up to a constant."""
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
     """Return logarithms of the class probabilities ``[..., c]``.
 
-    A single output ``[..., 1]`` represents two classes.
+    If there is only one output ``[..., 1]``, the result is for two classes.
     """
     if logits.shape[-1] > 1:
         return logits.log_softmax(-1)
@@ -28,16 +28,16 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 class Mixture(Bodied):
-    """Networks whose class probabilities are mixed, with the same weights for all samples.
+    """Networks whose class probabilities are mixed, with weights that are the same for all samples.
 
-    The outputs are the logits of the mixed probabilities, so a mixture is evaluated, saved and exported like any
-    network.
+    The outputs are the logits of the mixed probabilities, so that a mixture can be evaluated, saved and exported like
+    any other network.
 
     Attributes:
-        mixing: parameters ``[M]``, which are 0 at the start. Their softmax gives the weights.
+        mixing: parameters ``[M]``, which are 0 at the start. The weights are the softmax of these parameters.
         components: the M networks.
-        penultimate: layer whose output is the representation, which is the logits of all components, flattened to ``[b,
-            M c]``.
+        penultimate: name of the layer whose output is the representation: the logits of all networks, flattened to
+            ``[b, M c]``.
     """
 
     penultimate = "logits"
@@ -52,7 +52,7 @@ class Mixture(Bodied):
         return {f"components.{m}": component for m, component in enumerate(self.components)}
 
     def above(self, *z: Tensor) -> Tensor:
-        """Return logits ``[b, ..., c]`` from the components' logits."""
+        """Return logits ``[b, ..., c]`` of the mixture from the logits of its networks."""
         logits: Tensor = self.logits(torch.stack(z, 1))
         weights = self.mixing.log_softmax(0).view(-1, *[1] * (logits.dim() - 2))
         mixed = (log_probabilities(logits) + weights).logsumexp(1)
@@ -60,7 +60,7 @@ class Mixture(Bodied):
 
 
 class MixtureOption(Construction):
-    """Field ``mixture`` of a model, which builds a `Mixture` of its networks."""
+    """Option ``mixture`` of a model, which replaces its network by a `Mixture` of several networks."""
 
     option = "mixture"
     mixture: int | None = Field(

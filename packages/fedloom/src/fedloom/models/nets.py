@@ -1,6 +1,6 @@
 """Softmax regression, multilayer perceptrons, and plain convolutional networks.
 
-Each is an `nn.Sequential` whose last linear layer is called ``head``.
+Each of them is an `nn.Sequential`, whose last linear layer has the name ``head``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Activation = Literal["relu", "tanh", "sigmoid", "gelu", "silu", "elu"]
 
 
 class Softmax(ModelSpec):
-    """Multinomial logistic regression: one linear layer with bias (7,850 parameters for 28x28 images of 10 classes)."""
+    """Multinomial logistic regression: a linear layer with bias (7,850 parameters for 28x28 images of 10 classes)."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(OrderedDict(flatten=nn.Flatten(), head=nn.Linear(prod(shape), outputs)))
 
 
 class MLP(ModelSpec):
-    """Fully connected layers with an activation after each layer except the last."""
+    """Fully connected layers, with an activation after each layer except the last."""
 
     hidden: tuple[PositiveInt, ...] = Field(
         (200, 200), description="widths of the hidden layers (Equitable-FL on MNIST: 200, 200; FLAME's code: 128, 64)"
@@ -45,7 +45,7 @@ class MLP(ModelSpec):
 class CNN(ModelSpec):
     """Convolutions (stride 1) with optional normalization, activation and 2x2 max pooling, then linear layers.
 
-    A setting of the convolutions is either one value for all of them, or one value for each.
+    Each setting of the convolutions is either a single value for all of them, or one value for each.
     """
 
     channels: tuple[PositiveInt, ...] = Field(

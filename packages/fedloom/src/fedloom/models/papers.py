@@ -1,4 +1,4 @@
-"""Networks from papers by name, with the parameter counts that the papers or their code state."""
+"""Networks from papers by name, with the numbers of parameters that the papers or their code state."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ PAPER_NETWORKS: dict[str, ModelSpec] = {
     # LEAF, Shakespeare: 80 characters, padding and unknown; torch's layers have two biases each
     "leaf-shakespeare": LSTM(embedding=8, hidden=256, layers=2),  # 819,936
 }
-"""Each entry is a value: `fedloom.models.spec_of` returns it with some fields changed."""
+"""The entries are values: `fedloom.models.spec_of` returns an entry with some fields changed."""
 
 
 def preset_class(name: str) -> type[ModelSpec]:
-    """Return a class with the options of a network in `PAPER_NETWORKS`, with the paper's defaults.
+    """Return a class of specifications whose default values are those of a network in `PAPER_NETWORKS`.
 
-    The reference page, the JSON schema and ``fedloom list`` read this class, so they show the values that a run uses.
-    Its docstring states the kind, and each default that differs from the kind's default.
+    The reference page, the JSON schema and ``fedloom list`` read this class, so that they show the values that a run
+    uses. Its docstring names the kind of the model, and each default value that differs from that of the kind.
 
     Raises:
-        KeyError: no network has this name.
+        KeyError: there is no network with this name.
     """
     spec = PAPER_NETWORKS[name]
     kind = type(spec)

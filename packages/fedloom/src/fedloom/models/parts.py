@@ -1,6 +1,6 @@
-"""Parts of a model: its head (the last linear layer), and the layer before the head.
+"""Parts of a model: its head, which is the last linear layer, and the layer below the head.
 
-A user's module may name its parts by the string attributes ``head`` and ``penultimate``.
+A user's own module may name these parts by the attributes ``head`` and ``penultimate``, which must be strings.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fedloom.models.dropout import Dropout
 from fedloom.values import Value
 
 POSITIONS_REASON = "these sequences have a label per position"
-"""Reason why a construction that needs one label per sample cannot be used."""
+"""Reason why an option of a model that needs one label for each sample cannot be used."""
 
 
 class Construction(Value):
-    """Field that every model inherits, and the larger network that this field builds around the plain network.
+    """Option that all models have, and the larger network that is built from plain networks if the option is set.
 
-    A method recognizes a construction by the names of its parameters in the layout. No other code knows the method.
+    A method recognizes such a network by the names of its parameters. No other code depends on the method.
     """
 
     option: ClassVar[str]
-    """Name of the field. If the field is false, the model is the plain network."""
+    """Name of the option. If its value is false, the model is the plain network."""
 
     @staticmethod
     def count_networks(value: Any) -> int:
-        """Return the number of plain networks that the construction contains."""
+        """Return the number of plain networks that the larger network contains."""
         return 1
 
     @staticmethod
@@ -42,20 +42,20 @@ class Construction(Value):
     @staticmethod
     @abstractmethod
     def check_task(classed: bool, each: bool, task_keys: Collection[str]) -> None:
-        """Reject a task for which the construction is useless.
+        """Raise an error if the option is useless for a task.
 
         Args:
-            classed: True if labels are classes.
+            classed: True if the labels are classes.
             each: True if each position of a sequence has a label.
-            task_keys: keys of [task] that are set.
+            task_keys: keys that are set in the ``[task]`` table.
 
         Raises:
-            Refused: the construction is incompatible with the task. The message states the reason.
+            Refused: the option cannot be used for this task. The message states the reason.
         """
 
 
 class Bodied(nn.Module, ABC):
-    """Network of bodies, all of which receive the samples, and a part that combines their outputs."""
+    """Network that consists of bodies, all of which receive the samples, and of a part that combines their outputs."""
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
@@ -66,25 +66,25 @@ class Bodied(nn.Module, ABC):
         """Return logits ``[b, c]`` from the outputs of all bodies."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[b, c]``."""
+        """Return logits ``[b, c]``."""
         return self.above(*(body(x) for body in self.bodies().values()))
 
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 ADAPTED_SUFFIX = ".wrapped"
-"""Last part of the name of a layer inside its adapter."""
+"""Last part of the name of a layer that is inside an adapter."""
 
 _PASSIVE_LAYERS = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 
 
 def head_prefixes(module: nn.Module) -> tuple[str, ...]:
-    """Return prefixes of the last linear layer's parameters, for splits into body and head (FedRep, LG-FedAvg).
+    """Return prefixes of the parameters of the last linear layer, to split body and head (FedRep, LG-FedAvg).
 
-    The last linear layer is the module that the attribute ``head`` names, if it is a string, else the last registered
-    `nn.Linear`.
+    The last linear layer is the module that the attribute ``head`` names if it is a string, otherwise the `nn.Linear`
+    that was registered last.
 
     Raises:
-        ConfigError: the module has no linear layer, or names a layer that does not exist.
+        ConfigError: the module has no linear layer, or its attribute names a layer that does not exist.
 
     >>> head_prefixes(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     ('2.',)
@@ -93,15 +93,16 @@ def head_prefixes(module: nn.Module) -> tuple[str, ...]:
 
 
 def penultimate(module: nn.Module) -> str:
-    """Return the name of the submodule whose output, after its activation, is the representation and the head's input.
+    """Return the name of the submodule whose output, after its activation, is the representation below the head.
 
-    It is the module that the attribute ``penultimate`` names, if it is a string, else the last submodule without
-    children that is registered before the head. Dropout and identity layers are skipped, because they do nothing in
-    evaluation. For a model without a hidden layer, it is the flattened input. If a module applies an activation as a
-    function, the oracles use the head's input itself (`fedloom.local.oracles.forward.representing`).
+    It is the module that the attribute ``penultimate`` names if it is a string, otherwise the last submodule without
+    children that was registered before the head. Dropout and identity layers are skipped because they do nothing in
+    evaluation. If the model has no hidden layer, the representation is the flattened input. If a module applies an
+    activation as a function, the representation is the input of the head
+    (`fedloom.local.oracles.forward.representing`).
 
     Raises:
-        ConfigError: there is no such submodule, or the module names a submodule that does not exist.
+        ConfigError: there is no such submodule, or the attribute names a submodule that does not exist.
 
     >>> penultimate(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
     '1'
@@ -127,12 +128,12 @@ def penultimate(module: nn.Module) -> str:
 
 
 def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Split a network into its last linear layer and the part below this layer.
+    """Split a network into the part below its last linear layer, and this layer.
 
     The network must not be used afterwards.
 
     Raises:
-        ConfigError: the network does not end in a linear layer on top of other layers.
+        ConfigError: the network does not end with a linear layer that follows other layers.
     """
     name = _head(module)
     layer = module.get_submodule(name)

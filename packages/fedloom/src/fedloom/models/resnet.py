@@ -1,4 +1,4 @@
-"""ResNet-18 with group normalization (He et al., CVPR 2016; as in FedSLR's experiments)."""
+"""ResNet-18 with group normalization (He et al., CVPR 2016), as in the experiments of FedSLR."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ RESNET_WIDTHS = (64, 128, 256, 512)
 
 
 class ResNet18(ModelSpec):
-    """ResNet-18. Group normalization replaces batch normalization.
+    """ResNet-18 for images. It uses group normalization instead of batch normalization.
 
-    11,173,952 parameters with the 3x3 stem, three channels and a bias-free head of ten classes (FedSLR: 11.17 M).
+    With the 3x3 stem, three input channels and a head for ten classes without bias, it has 11,173,952 parameters
+    (FedSLR: 11.17 M).
     """
 
     stem: Literal["auto", "3x3", "7x7"] = Field(
@@ -66,7 +67,7 @@ class ResNet18(ModelSpec):
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., Fig. 2)."""
+    """Two 3x3 convolutions with a shortcut (He et al., Fig. 2)."""
 
     def __init__(self, before: int, width: int, stride: int, groups: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Models for sequences of tokens: a recurrent network and a transformer.
 
-Both accept tokens int64 ``[b, L]``, with 0 for padding at the end, and return logits ``[b, k]`` for a sequence or ``[b,
-L, k]`` for each position. Padding does not change the logits of earlier positions, and the shapes of parameters do not
-depend on L.
+Both accept tokens as int64 ``[b, L]``, with 0 for padding at the end, and return logits ``[b, k]`` for each sequence or
+``[b, L, k]`` for each position. Padding does not change the logits of earlier positions, and the shapes of the
+parameters do not depend on L.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class OfTokens(ModelSpec):
 
 
 class LSTM(OfTokens):
-    """An embedding, LSTM layers, and a linear head (LEAF's model for Shakespeare: 8, 256, 2 layers).
+    """Embedding, LSTM layers, and a linear head (LEAF's model for Shakespeare: widths 8 and 256, 2 layers).
 
-    The label of a whole sequence is predicted at its last token.
+    A label for the whole sequence is predicted at its last token.
     """
 
     embedding: PositiveInt = Field(32, description="width of the embedding (LEAF, Shakespeare: 8)")
@@ -45,10 +45,10 @@ class LSTM(OfTokens):
 
 
 class Transformer(OfTokens):
-    """Attention and two linear layers, with normalization before each (Vaswani et al. 2017; Xiong et al. 2020).
+    """Attention and two linear layers, each after a normalization (Vaswani et al. 2017; Xiong et al. 2020).
 
-    Positions are fixed sines and cosines. The label of a whole sequence is predicted at its last token if the model is
-    causal, else from the mean over its tokens.
+    Positions are encoded by fixed sines and cosines. A label for the whole sequence is predicted at its last token if
+    the model is causal, otherwise from the mean over its tokens.
     """
 
     width: PositiveInt = Field(64, description="width of the embedding and of the layers. Must be even")
@@ -79,7 +79,7 @@ class Transformer(OfTokens):
 
 
 class Recurrent(nn.Module):
-    """Module that `LSTM` builds."""
+    """Network that is built by `LSTM`."""
 
     def __init__(self, spec: LSTM, outputs: int, vocabulary: int, each: bool) -> None:
         super().__init__()
@@ -100,7 +100,10 @@ class Recurrent(nn.Module):
 
 
 class Recurrence(nn.LSTM):
-    """LSTM layer, computed by torch's kernel. ``plain`` uses equations that `torch.vmap` supports."""
+    """LSTM layer that is computed by torch.
+
+    If ``plain`` is True, it is computed by plain operations, which `torch.vmap` supports.
+    """
 
     plain = False
     weight_ih_l0: Tensor
@@ -109,7 +112,7 @@ class Recurrence(nn.LSTM):
     bias_hh_l0: Tensor
 
     def compute_equations(self, x: Tensor) -> Tensor:
-        """Return the same states as ``forward`` for ``x [b, L, .]``: all states ``[b, L, hidden]``."""
+        """Return all states ``[b, L, hidden]`` for ``x [b, L, .]``, which are the same as those of ``forward``."""
         gates = (x @ self.weight_ih_l0.mT + (self.bias_ih_l0 + self.bias_hh_l0)).unbind(1)
         h = c = torch.zeros_like(gates[0][:, : self.hidden_size])
         states = []
@@ -122,7 +125,7 @@ class Recurrence(nn.LSTM):
 
 
 class Attentive(nn.Module):
-    """Module that `Transformer` builds."""
+    """Network that is built by `Transformer`."""
 
     positions: Tensor
     before: Tensor
@@ -164,18 +167,18 @@ class Block(nn.Module):
         self.drop2 = Dropout(spec.dropout)
 
     def forward(self, h: Tensor, visible: Tensor) -> Tensor:
-        """Apply the layer to ``h [b, L, width]``.
+        """Return the output of the block for ``h [b, L, width]``.
 
-        ``seen [b, L, L]`` marks the positions to which each position attends.
+        ``visible [b, L, L]`` is True for the positions to which each position attends.
         """
         h = h + self.drop1(self.attention(self.norm1(h), visible))
         return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]
 
 
 class SelfAttention(nn.Module):
-    """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2).
+    """Scaled dot-product attention with several heads (Vaswani et al. 2017, Section 3.2).
 
-    It uses plain operations, which vmap supports.
+    It consists of plain operations, which `torch.vmap` supports.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -184,14 +187,14 @@ class SelfAttention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, h: Tensor, visible: Tensor) -> Tensor:
-        """``[b, L, width]``."""
+        """Return the result of attention ``[b, L, width]``."""
         q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible[:, None], -math.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class Pick(nn.Module):
-    """Select the head's input: every position, or each sequence's last token or mean over tokens."""
+    """Selection of the input of the head: each position, the last token of a sequence, or the mean over its tokens."""
 
     def __init__(self, each: bool, last: bool) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""ModelSpec: a model as a value. Building a model is deterministic, and does not change any global generator."""
+"""Specification of a model as a value.
+
+Building a model is deterministic, and leaves the global random generators unchanged.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
     "elu": nn.ELU,
 }
-"""Pointwise activations by name."""
+"""Activation functions by name."""
 DIGEST_MARK = "#sha256="
-"""Separator between the name of a weight file and its required SHA-256."""
+"""Separator between the name of a weight file and its required SHA-256 digest."""
 
 
 class InitialValues(Value):
-    """Fields of every model that determine its values before round 1, and which values are trained."""
+    """Options of all models for the values before the first round, and for the choice of trained values."""
 
     init_from: str | None = Field(
         None,
@@ -54,15 +57,15 @@ class InitialValues(Value):
 
 
 CONSTRUCTIONS: tuple[type[Construction], ...] = (MixtureOption, GuidedOption, MemoryOption)
-"""Fields of every model that build its network into a larger network. At most one of these fields may be set."""
+"""Options of all models that build a larger network from plain networks. At most one of these options may be set."""
 
 
 class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
-    """An experiment's choice of a model.
+    """Specification of the model of an experiment.
 
-    Models accept normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or regression values. Sequence
-    models accept tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or ``[b,
-    length, outputs]`` if each position has a label.
+    Models accept normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or values for regression.
+    Models for sequences accept tokens as int64 ``[b, length]``, with 0 for padding at the end. They return ``[b,
+    outputs]``, or ``[b, length, outputs]`` if each position has a label.
     """
 
     @model_validator(mode="after")
@@ -77,25 +80,27 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
 
     @property
     def constructions(self) -> list[type[Construction]]:
-        """Constructions that are set, at most one."""
+        """Options in `CONSTRUCTIONS` that are set, which is at most one."""
         return [one for one in CONSTRUCTIONS if getattr(self, one.option)]
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """Build a freshly initialized model in float32 on the CPU.
+        """Build a model with initial values, as float32 on the CPU.
 
-        Initial values follow PyTorch's defaults, drawn with ``seed``. The global generators stay unchanged.
+        The initial values follow PyTorch's defaults, and are drawn with ``seed``. The global random generators are not
+        changed.
 
         Args:
-            shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
+            shape: shape of a sample without the batch dimension, such as ``(3, 32, 32)``.
             outputs: number of outputs (see `fedloom.tasks.Task.outputs`).
             seed: seed of the initial values.
-            tokens: for sequences, the size of the vocabulary, or 0 for numbers with a label per position, and whether
-                each position has a label.
+            tokens: for sequences, the number of tokens in the vocabulary (0 for numeric samples with a label for each
+                position), and True if each position has a label.
 
         Raises:
-            ConfigError: the model is incompatible with ``shape``, memory, its weight file or its adapters.
+            ConfigError: the model cannot process samples of this shape, does not fit into memory, or does not match its
+                weight file or its adapters.
         """
         module = self._draw_model(shape, outputs, seed, tokens)
         if self.init_from is not None:
@@ -134,14 +139,16 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the module, initialized from the current global generator. `build` seeds the generator and restores it.
+        """Build the network, with initial values from the current global random generator.
+
+        `build` seeds this generator before, and restores it afterwards.
 
         Raises:
             ConfigError: the model cannot process samples of this shape.
         """
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        """Build the module for sequences of tokens, like `module`.
+        """Build the network for sequences of tokens, in the same way as `module`.
 
         Raises:
             ConfigError: the model accepts only numbers.
@@ -151,10 +158,10 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
         )
 
     def labelled(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Build the module for numeric samples with a label per position ``[b, L, outputs]``, like `module`.
+        """Build the network for numeric samples with a label for each position, whose outputs are ``[b, L, outputs]``.
 
         Raises:
-            ConfigError: the model returns one output per sample.
+            ConfigError: the model returns only one output for each sample.
         """
         raise ConfigError(
             f"model {type(self).__name__} returns one output per sample, but these samples have a "
@@ -164,7 +171,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
 
 @contextmanager
 def _drawing(seed: int, purpose: str) -> Iterator[None]:
-    """Within the block, seed the global generator for a purpose, and create new parameters as float32."""
+    """Within the block, seed the global random generator for a purpose, and create new parameters as float32."""
     with as_global(generator(seed, purpose=purpose), torch.device("cpu")):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
@@ -175,10 +182,10 @@ def _drawing(seed: int, purpose: str) -> Iterator[None]:
 
 
 def load_weights(module: nn.Module, file: str) -> None:
-    """Load the values of a state dict into the module.
+    """Load the values of a safetensors file into a module.
 
     Raises:
-        ConfigError: the file does not exist, or contains a different architecture.
+        ConfigError: the file does not exist, or its values do not match the architecture of the module.
     """
     content = weights_content(file)
     try:
@@ -199,10 +206,10 @@ def load_weights(module: nn.Module, file: str) -> None:
 
 
 def weights_content(weights: str) -> bytes:
-    """Read the file of initial values that an experiment names, and check the digest that follows its name.
+    """Return the content of a weight file, and check the digest that may follow the name of the file.
 
     Raises:
-        ConfigError: the file does not exist, or has a different digest.
+        ConfigError: the file does not exist, or its digest differs.
     """
     file, _, wanted = weights.partition(DIGEST_MARK)
     try:
@@ -218,7 +225,7 @@ def weights_content(weights: str) -> bytes:
 
 
 def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:
-    """Return the shape as (channels, height, width).
+    """Return the shape of images as (channels, height, width).
 
     Raises:
         ConfigError: the samples are not images.

@@ -1,6 +1,6 @@
-"""Checks of a path before something is written there: a command replaces only its own files, and never an input.
+"""Checks of a path before something is written. A command may replace only files of its own, and never its inputs.
 
-Every command and method that writes files calls `check_output_file` or `check_output_folder` before it starts to work.
+Every command or method that writes files calls `check_output_file` or `check_output_folder` before it starts to work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from fedloom.errors import ConfigError, check_folder
+from fedloom.errors import ConfigError, capitalize, check_folder
 from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
 
 LOCK_FILE = ".lock"
@@ -19,7 +19,7 @@ LOCK_FILE = ".lock"
 
 
 def draft_of(path: Path) -> Path:
-    """Return the temporary file that is written first and renamed once it is complete."""
+    """Return the path of the temporary file that is written first and renamed when it is complete."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -29,17 +29,19 @@ def check_output_file(
     inputs: Iterable[object] = (),
     *,
     owns: Callable[[Path], bool] = never,
-    force: bool = False,
+    force: bool | None = False,
 ) -> Path:
-    """Raise if a file must not be written.
+    """Return the path of a file after checking that the file may be written.
 
     Args:
         path: the file.
         kind: kind of the file to write.
-        inputs: files, folders and names that the same call reads. Names that are not paths have no effect.
-        owns: function that returns True if a path relative to a run directory may contain files of this kind.
+        inputs: files, folders and names that the same call reads. Names that are not paths are ignored.
+        owns: function that returns True if this kind of file may be written to a given path relative to a run
+            directory.
         force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
-            kind. Inputs, files of a run or a deployment, and links are rejected in any case.
+            kind. Inputs, files of a run or a deployment, and links are rejected in any case. None if the caller has no
+            such option, so that no message suggests it.
 
     Returns:
         The path.
@@ -47,11 +49,11 @@ def check_output_file(
     Raises:
         ConfigError: the path is an input, a link, a folder, a device, a read-only file, a path in a run directory or a
             deployment, or a file of a different kind.
-        RunDirError: the folder of the path is a file, or a broken link.
+        RunDirError: the folder of the path is a file or a broken link.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
-    path = place_of(path, "path")
+    path = _check_name(place_of(path, "path"))
     if path.is_symlink():
         raise ConfigError(
             f"{path} is a link to {path.readlink()}, and fedloom would replace that file. Remove the "
@@ -73,14 +75,16 @@ def check_output_file(
         raise ConfigError(f"{path} is read-only. Change its permissions, or choose another path")
     if force:
         return path
+    option = "" if force is None else "add --force"
     if exists and not kind.is_own(path):
         why = "" if kind.is_own is never else f", and is not {kind.what} that fedloom wrote"
-        raise ConfigError(f"{path} already exists{why}. Add --force to replace this file, or choose another path")
+        replace = f"{option} to replace this file, or " if option else ""
+        raise ConfigError(f"{path} already exists{why}. {capitalize(f'{replace}choose another path')}")
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
             f"{path}: {path.suffix} is the wrong ending for {kind.what}. Use a name that ends in "
-            f"{' or '.join(FILE_KINDS[kind.name])}, or add --force to keep this name"
+            f"{' or '.join(FILE_KINDS[kind.name])}{f', or {option} to keep this name' if option else ''}"
         )
     return path
 
@@ -92,14 +96,13 @@ def check_output_folder(
     entries: Collection[str] | None = None,
     owns: Callable[[Path], bool] = never,
 ) -> Path:
-    """Raise if a folder must not be written to.
+    """Return the path of a folder after checking that files may be written to it.
 
     Args:
         folder: folder, which need not exist.
         inputs: files, folders and names that the same call reads.
         entries: names of files and folders in the folder that belong to the command, which replaces and deletes them.
-            None:
-            None:
+            None: the command writes a new folder or its own run directory.
             If it is empty, single files are written, which `check_output_file` checks, and the folder is not a run
             directory.
         owns: function that returns True if a path relative to a run directory may contain such folders.
@@ -109,11 +112,11 @@ def check_output_folder(
 
     Raises:
         ConfigError: the folder is in a run directory or a deployment, or an input would be replaced or deleted.
-        RunDirError: the folder is a file, or a broken link.
+        RunDirError: the folder is a file or a broken link.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
-    folder = place_of(folder, "folder")
+    folder = _check_name(place_of(folder, "folder"))
     check_folder(folder)
     whole = folder.resolve()
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)
@@ -123,10 +126,27 @@ def check_output_folder(
     return folder
 
 
-def is_run_directory(folder: Path) -> bool:
-    """Return True if a run has started in a folder.
+def _check_name(path: Path) -> Path:
+    """Return a path that no program can mistake for an option or for the standard output.
 
-    A single experiment file with the name that runs use belongs to the user.
+    Raises:
+        ConfigError: the path begins with a hyphen, or a new name in it contains a line break or another control
+            character.
+    """
+    if path.parts and path.parts[0].startswith("-"):
+        what = "the standard output" if path.parts[0] == "-" else "an option"
+        raise ConfigError(f"{str(path)!r} looks like {what}, but fedloom writes files. Name a file or a folder")
+    created = "".join(place.name for place in (path, *path.parents) if not place.exists())
+    if any(unicodedata.category(character) == "Cc" for character in created):
+        raise ConfigError(f"{str(path)!r} contains a line break or another control character. Use a printable name")
+    return path
+
+
+def is_run_directory(folder: Path) -> bool:
+    """Return True if a run was started in a folder.
+
+    A folder that contains only an experiment file with the name that runs use is not a run directory, because the file
+    may be the user's.
     """
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
         METRICS_FILE,
@@ -144,16 +164,16 @@ def is_run_directory(folder: Path) -> bool:
 
 
 def _is_deployment(folder: Path) -> bool:
-    """Return True if a folder belongs to a server, a site, or a deployment."""
+    """Return True if a folder belongs to a server, a site or a deployment."""
     with suppress(OSError):
         return any((folder / name).is_file() for name in ("site.toml", "server.toml", "authority/ca.crt"))
     return False
 
 
 def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
-    """Raise for a path in a run directory or a deployment, checking a folder and all its parents.
+    """Raise if a folder or one of its parents is a run directory or belongs to a deployment.
 
-    ``target`` is written.
+    ``target`` is the path that will be written.
     """
     place = first.resolve()
     for folder in (place, *place.parents):
@@ -171,7 +191,7 @@ def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], 
 
 
 def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
-    """Yield the inputs that are files or folders."""
+    """Yield the inputs that exist as files or folders."""
     for one in inputs:
         with suppress(OSError, ValueError):  # a name that no path can have
             if isinstance(one, str | os.PathLike) and one and (path := Path(one).expanduser()).exists():
@@ -179,7 +199,10 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return True if two paths lead to the same file, also on a disk that ignores case and the form of accents."""
+    """Return True if two paths lead to the same file.
+
+    Case and the encoding of accents are ignored, as some disks do.
+    """
     if path.exists() and other.exists() and path.samefile(other):
         return True
     return _folded(path) == _folded(other)

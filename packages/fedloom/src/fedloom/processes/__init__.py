@@ -1,4 +1,4 @@
-"""Processes of a run: workers of one machine, ranks of several machines, and their messages."""
+"""Processes that compute a run together: workers on one machine, ranks on several machines, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between forked processes: large tensors are packed into shared memory, everything else into a pickle."""
+"""Messages between forked processes, with large tensors in shared memory and everything else in a pickle."""
 
 from __future__ import annotations
 
@@ -11,26 +11,33 @@ import torch
 from torch import Tensor
 
 MIN_SHARED_BYTES = 1 << 14
-"""Number of bytes from which on a tensor is passed through shared memory. A smaller tensor is written into the message
+"""Minimum number of bytes of a tensor that is passed through shared memory. A smaller tensor is a part of the message
 itself."""
 
 
 class Buffer:
-    """Memory that forked processes share. The large tensors of a message are packed into it, one after the other.
+    """Memory that is shared by forked processes. The large tensors of a message are written into it, one after another.
 
     Args:
-        size: bytes. Nothing is allocated before it is written. Tensors that do not fit are part of the message.
+        size: number of bytes. The operating system allocates memory only when it is written. Tensors that do
+            not fit are included in the message itself.
     """
 
     def __init__(self, size: int) -> None:
         self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
 
     def pack(self, value: object) -> bytes:
-        """Pack a value into a message for `unpack` in another process. The message is valid until the next `pack`."""
+        """Pack a value into a message, which another process can read with `unpack`.
+
+        The message is valid until `pack` is called again.
+        """
         return packed(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
-        """Unpack a value. The large tensors of the value are views of the buffer, or copies."""
+        """Return the value of a message that was made by `pack`.
+
+        The large tensors of the value are views of the shared memory, or copies if ``copy`` is True.
+        """
         return _Unpacker(io.BytesIO(message), self._map, copy).load()
 
 
@@ -69,12 +76,12 @@ class _Unpacker(pickle.Unpickler):
 
 
 def unpacked(message: bytes) -> Any:
-    """Return the value of a message that contains all its tensors."""
+    """Return the value of a message that uses no shared memory."""
     return _Unpacker(io.BytesIO(message), None, copy=True).load()
 
 
 def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
-    """Return the message of a value. Large tensors use shared memory if it exists and if they fit."""
+    """Pack a value into a message. Large tensors are written into the shared memory if there is one and if they fit."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)
     return out.getvalue()

@@ -1,8 +1,8 @@
-"""Clients: pass the requests of a round to the parties that compute, and collect the results.
+"""Clients of a run: they receive the requests of each round and return the results.
 
-A round does not depend on where its clients are: in this process, in forked workers, on ranks, or at real sites. A
-request lists the clients in an order that the round chooses. Results are returned in this order, so no bit depends on
-which process computes. A client's state stays at the client.
+Clients may compute in this process, in forked workers, on ranks, or at real sites; a round is the same in all cases. A
+request lists the clients in an order that is chosen by the round. Results are returned in this order, so that no bit of
+a result depends on which process computes it. The state of a client stays with the client.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ CLIENT_COUNTS = (
     "bytes_up_paper",
     "bytes_down_paper",
 )
-"""Counters for each client of a cohort."""
+"""Names of the numbers that are counted for each client of a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""(model, part) -> metric -> float64 ``[m]``. Part "" contains metrics of the models themselves."""
+"""Metrics by pairs (model, part of the data), as ``{metric: float64 [m]}``. If the part is "", the metrics describe the
+models themselves."""
 
 
 class TrainRequest(NamedTuple):
-    """Request that clients train on the models that they receive.
+    """Request to train on the models that clients receive.
 
     Attributes:
-        round: round number, which determines the batches, the step size and all draws.
-        place: indices of the clients in the download ``[m]``.
+        round: number of the round, which determines the batches, the step size and all random draws.
+        place: row of the download that each client receives ``[m]``.
         ids: ids of the clients ``[m]``.
-        share: clients' shares in the mean ``[m, 1]`` float64.
-        down: download, with fields ``[.]`` if all clients receive the same values, else ``[c, .]``.
+        share: weight of each client in the mean ``[m, 1]``, as float64.
+        down: values that clients receive, with fields ``[.]`` if all clients receive the same values, otherwise ``[c,
+            .]``.
         server: state of the server before the round.
-        steps: numbers of local steps of the clients ``[m]``. None: the number in the run's settings.
-        alpha: clients' shares in the objective ``[n, 1]``, if they differ from the shares before round 1.
+        steps: number of local steps of each client ``[m]``. None for the number in the settings of the run.
+        alpha: weights of all clients in the objective ``[n, 1]``, or None if they are the same as before round 1.
     """
 
     round: int
@@ -58,17 +60,18 @@ class TrainRequest(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """Result of training some clients of a request, following the previous result.
+    """Result of a chunk, that is, of a group of clients that a request asked to train. Chunks are returned in order.
 
     Attributes:
         ids: ids of the clients ``[m]``.
-        share: their shares in the mean ``[m, 1]`` float64.
-        accepted: mask of the uploads that are finite and within the bound ``[m]``.
-        parts: what the accepted uploads contribute to each field of the upload (`fedloom.engine.clients.uploads`).
-        answers: rows of the accepted clients: under ``weigher`` their answers to the weigher, under ``models`` their
-            models if an attacker reads them, and under ``sampler`` their answers to a sampler.
-        total: sum of the shares of the accepted clients.
-        counts: work and traffic ``[m, 7]`` (see `CLIENT_COUNTS`).
+        share: weight of each client in the mean ``[m, 1]``, as float64.
+        accepted: mask ``[m]`` of the clients whose uploads are finite and within the bound.
+        parts: contribution of the accepted uploads to each field of the upload (`fedloom.engine.clients.uploads`).
+        answers: rows of the accepted clients: under ``weigher`` the answers that determine their weights, under
+            ``models`` their models if an attacker reads them, and under ``sampler`` the answers that determine how
+            clients are sampled.
+        total: sum of the weights of the accepted clients.
+        counts: work and traffic of each client ``[m, 7]``, in the order of `CLIENT_COUNTS`.
     """
 
     ids: Tensor
@@ -81,14 +84,14 @@ class ChunkResult(NamedTuple):
 
 
 class SumResult(NamedTuple):
-    """Sum over some clients of a request. Nothing else is known about these clients individually.
+    """Sum over a group of clients of a request. Nothing is known about each of these clients alone.
 
     Attributes:
-        ids: clients in the sum ``[m]``, in the order of the request.
-        missing: clients of the request that are not in the sum ``[k]``.
-        parts: what these clients together contribute to each field of the upload.
-        total: the sum of their shares in the mean.
-        counts: total work and traffic ``[7]`` (see `CLIENT_COUNTS`).
+        ids: ids of the clients in the sum ``[m]``, in the order of the request.
+        missing: ids of the clients of the request that are not in the sum ``[k]``.
+        parts: contribution of these clients together to each field of the upload.
+        total: sum of the weights of these clients in the mean.
+        counts: total work and traffic ``[7]``, in the order of `CLIENT_COUNTS`.
     """
 
     ids: Tensor
@@ -102,14 +105,14 @@ TrainResult = ChunkResult | SumResult
 
 
 class AskRequest(NamedTuple):
-    """Request that queries clients about the global model before a round.
+    """Request to answer a question about the global model before a round.
 
     Attributes:
-        round: round number.
+        round: number of the round.
         ids: ids of the clients ``[m]``.
         model: global model ``[d]``.
-        describes: True if clients train the model for one round and send their activations, for shares by clusters.
-            Otherwise, they answer a sampler.
+        describes: True if clients train the model for one round and return their activations, by which they are
+            clustered to determine their weights. False if they return answers that determine how clients are sampled.
     """
 
     round: int
@@ -119,22 +122,24 @@ class AskRequest(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Answers of some clients ``[m, k]``, and their cost ``[m, 7]`` (see `CLIENT_COUNTS`)."""
+    """Answers of some clients ``[m, k]``, and the work and traffic of each ``[m, 7]``, ordered like `CLIENT_COUNTS`."""
 
     values: Tensor
     counts: Tensor
 
 
 class ScoreRequest(NamedTuple):
-    """Request that clients evaluate models on their own samples.
+    """Request to evaluate models on the clients' own samples.
 
     Attributes:
-        round: round after which models are evaluated.
-        ids: clients of the evaluated federation ``[m]``.
-        cohort: clients whose training parts determine the normalization statistics of the global model ``[c]``.
-        down: download for all clients, from which personal models are computed. None if there are no personal models.
-        model: global model ``[d]``. None if there is no global model.
-        alpha: clients' shares in the objective ``[n, 1]``, if they differ from the shares before round 1.
+        round: number of the round after which the models are evaluated.
+        ids: ids of the clients that evaluate ``[m]``.
+        cohort: ids of the clients whose training parts determine the normalization statistics of the global model
+            ``[c]``.
+        down: values for all clients, from which they compute their personal models. None if the method has no personal
+            models.
+        model: global model ``[d]``. None if the method has no global model.
+        alpha: weights of all clients in the objective ``[n, 1]``, or None if they are the same as before round 1.
     """
 
     round: int
@@ -146,35 +151,35 @@ class ScoreRequest(NamedTuple):
 
 
 class Clients(Protocol):
-    """Clients that compute for a run."""
+    """Clients that perform the computations of a run."""
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train clients. The results cover all clients of the request, in its order.
+        """Train clients. Together, the results include all clients of the request, in the order of the request.
 
         Raises:
-            RunStopped: too few clients answered.
-            ClientError: the method's code failed.
+            RunStopped: too few clients have answered.
+            ClientError: the code of the method has failed.
         """
         ...
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Query candidates in the order of the request."""
+        """Ask clients for answers, in the order of the request."""
         ...
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Evaluate models in the order of the request.
+        """Evaluate models on the samples of each client, in the order of the request.
 
-        Metrics that belong to no client are returned with the first result.
+        Metrics that do not belong to a client are included in the first result.
         """
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """Return the value of a call that runs in a single process and may read and write the rows of some clients."""
+        """Return the result of a function that is called in only one process and may access rows of some clients."""
         ...
 
 
 class TrainTask(NamedTuple):
-    """A chunk to train (see `TrainRequest`)."""
+    """Chunk of clients that train (see `TrainRequest`)."""
 
     round: int
     place: Tensor
@@ -184,7 +189,7 @@ class TrainTask(NamedTuple):
 
 
 class AskTask(NamedTuple):
-    """A chunk of clients to query (see `AskRequest`)."""
+    """Chunk of clients that answer a question (see `AskRequest`)."""
 
     round: int
     ids: Tensor
@@ -192,9 +197,9 @@ class AskTask(NamedTuple):
 
 
 class ScoreTask(NamedTuple):
-    """A chunk of clients to evaluate (see `ScoreRequest`).
+    """Chunk of clients that evaluate models (see `ScoreRequest`).
 
-    ``common`` is True to include the metrics that belong to no client.
+    If ``common`` is True, the result includes the metrics that do not belong to a client.
     """
 
     round: int
@@ -204,7 +209,7 @@ class ScoreTask(NamedTuple):
 
 
 class Handlers(NamedTuple):
-    """Functions that compute a chunk, given a task and the data that all chunks share."""
+    """Functions that compute a chunk from its task and from the data that all chunks have in common."""
 
     train: Callable[[tuple[Any, Any, Tensor | None], TrainTask], ChunkResult]
     compute: Callable[[tuple[Any, Any], TrainTask], dict[str, Tensor]]
@@ -213,12 +218,12 @@ class Handlers(NamedTuple):
 
 
 class LocalClients:
-    """Clients whose samples and state are in this program. `Workers` compute their chunks.
+    """Clients whose samples and states are in this program. Their chunks are computed by `Workers`.
 
     Args:
         handlers: functions that compute a chunk.
-        workers: processes that compute chunks.
-        chunk: largest number of clients per chunk.
+        workers: processes that compute the chunks.
+        chunk: maximum number of clients in a chunk.
     """
 
     def __init__(self, handlers: Handlers, workers: Workers, chunk: int) -> None:
@@ -230,7 +235,7 @@ class LocalClients:
         )
 
     def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, dict[str, Tensor]]]:
-        """Train clients without using their uploads: yield each task with its handler's result, in order."""
+        """Train clients without using their uploads, and yield each task with its result, in order."""
         tasks = self._tasks(request)
         answers = self._workers.map(self._handlers.compute, (request.down, request.server), tasks)
         return zip(tasks, answers, strict=True)
@@ -252,11 +257,14 @@ class LocalClients:
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
         return self._workers.call_once(ids, call)
 
-    def through(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
-        """Return the same clients, with chunks computed by ``wrap(workers)``."""
+    def wrap_workers(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
+        """Return the same clients, whose chunks are computed by ``wrap(workers)``."""
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 
 
 def _split(rows: Tensor, most: int) -> Sequence[Tensor]:
-    """Rows of clients in chunks. The number of chunks depends only on the number of rows."""
+    """Split rows of clients into chunks.
+
+    The chunks depend only on the number of rows and on the maximum size of a chunk.
+    """
     return rows.tensor_split(chunk_count(len(rows), most))

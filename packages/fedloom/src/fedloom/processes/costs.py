@@ -1,6 +1,7 @@
-"""Time of a round for any number of ranks, machines and clients, computed from measurements of one process.
+"""Estimate of a round's time for any number of ranks, machines and clients, from measurements with one process.
 
-round = fixed + n client + cohort/ranks share crowding + chunks result + trips + bytes/rate
+The estimate is ``fixed + n client + (cohort / ranks) share slowed + chunks result + trips trip + bytes / rate``, where
+``fixed``, ``client``, ``share`` and ``result`` are fields of `Costs`, and ``trip`` and ``rate`` are fields of `Link`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LINK_TRIPS, TRIPS_OF_ROWS = 3, 1
-"""Number of round trips per round on a link: a question, the sizes of the results, and their contents. There is one
-more round trip if rows move between machines, which all happens at once."""
+"""Number of round trips on a link in each round: one for a question, one for the sizes of the results, and one for
+their contents. One more round trip is necessary if rows move between machines, since all of them move at the same
+time."""
 
 
 @dataclass
 class MeasuredWorkers:
-    """Workers of one process, with measured time in chunks and the traffic of their results between ranks.
+    """Workers of one process that measure the time of each chunk and the size of the results that ranks would exchange.
 
     Attributes:
-        workers: workers that compute.
-        work: time for local work in seconds.
-        passing: time in seconds to write results for other ranks and to read theirs.
-        bytes: number of bytes in these results.
+        workers: workers that compute the chunks.
+        work: time of the local work, in seconds.
+        passing: time to write results for other ranks and to read theirs, in seconds.
+        bytes: number of bytes of these results.
         clients: number of clients that were trained.
         chunks: number of chunks.
     """
@@ -71,14 +73,14 @@ class MeasuredWorkers:
 
 
 class Link(NamedTuple):
-    """Link between machines: bytes per second, and seconds per round trip."""
+    """Link between machines: bytes per second, and seconds for each round trip."""
 
     rate: float
     trip: float
 
 
 class Place(NamedTuple):
-    """Machines of a round: ranks per machine, number of machines, and the links between them."""
+    """Machines that compute a round: number of ranks on each machine, number of machines, and the link between them."""
 
     ranks: int
     machines: int
@@ -86,14 +88,14 @@ class Place(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Time of a round in seconds by cause, and the number of bytes that the busiest machine receives.
+    """Time of a round by cause, in seconds, and number of bytes that the busiest machine receives.
 
     Attributes:
-        work: local work of the busiest rank, including the slowdown caused by other ranks on the same machine.
-        results: reading the results of every chunk, at every rank.
-        link: waiting for the link between machines.
-        clients: work for every client of the federation.
-        fixed: all else.
+        work: local work of the rank that has the most, including the slowdown by the other ranks on its machine.
+        results: time in which each rank reads the results of all chunks.
+        link: time for which machines wait for data from other machines.
+        clients: time that is proportional to the number of clients in the federation.
+        fixed: time of everything else.
         bytes: number of bytes that a machine receives.
         idle: number of ranks without a chunk.
     """
@@ -108,24 +110,24 @@ class Parts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Total seconds of a round."""
+        """Total time of a round, in seconds."""
         return self.work + self.results + self.link + self.clients + self.fixed
 
 
 class Costs(NamedTuple):
-    """Constants of a method, a model and data, measured with one process.
+    """Costs of a method with a model and a data set, measured with one process.
 
     Attributes:
-        share: time for local work per client of the cohort, in seconds.
-        result: time to pass a chunk's result to other ranks, in seconds.
-        client: time per client of the federation, in seconds, whatever the cohort.
+        share: time of the local work for each client of the cohort, in seconds.
+        result: time to pass the result of a chunk to other ranks, in seconds.
+        client: time for each client of the federation, in seconds, which does not depend on the cohort.
         fixed: time that does not depend on any of these numbers, in seconds.
-        message: number of bytes in a chunk's result.
-        row: number of bytes stored per client.
-        chunk: largest number of clients per chunk.
-        cohort: number of clients in the measured round.
-        crowd: time for local work while every core of the machine computes, until the last core is done, relative to a
-            single process, >= 1.
+        message: number of bytes of the result of a chunk.
+        row: number of bytes that are stored for each client.
+        chunk: maximum number of clients in a chunk.
+        cohort: number of clients in the cohort of the measured round.
+        crowd: factor >= 1 by which local work takes longer if all cores of the machine compute, until the last core is
+            done, compared with a single process.
         cores: number of cores of the machine.
     """
 
@@ -141,18 +143,18 @@ class Costs(NamedTuple):
     cores: int
 
     def slowed(self, busy: int) -> float:
-        """Return the slowdown of local work if ``busy`` processes of a machine compute at the same time.
+        """Return the factor by which local work takes longer if ``busy`` processes on a machine compute in parallel.
 
-        They share caches and memory in proportion to the used cores, and share the cores if there are more processes
-        than cores.
+        The slowdown by shared caches and memory is proportional to the number of busy cores, and processes share the
+        cores if there are more processes than cores.
         """
         beside = min(busy, self.cores) - 1
         return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)
 
     def round(self, n: int, cohort: int, place: Place) -> Parts:
-        """Count the traffic of a round with ``cohort`` of ``n`` clients.
+        """Estimate the time and traffic of a round in which ``cohort`` of ``n`` clients train.
 
-        Each machine is equally likely to store a row.
+        Each machine stores a given row with the same probability.
         """
         count, size, machines = chunk_count(cohort, self.chunk), place.ranks * place.machines, place.machines
         most = [0] * size

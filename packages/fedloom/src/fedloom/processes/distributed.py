@@ -1,8 +1,8 @@
-"""Ranks of a run, started by torchrun: gloo between CPUs, NCCL between GPUs.
+"""Ranks of a run that torchrun starts, which exchange data with gloo between CPUs and with NCCL between GPUs.
 
     torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
 
-Without torchrun's environment variables no group is opened, and there is one rank.
+Without the environment variables of torchrun, no process group is opened and there is a single rank.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from fedloom.processes.ranks import SINGLE_RANK, Move, Ranks
 from fedloom.storage.memory import Memory
 
 TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for a process, in addition to WORLD_SIZE."""
+"""Environment variables that torchrun sets for each process, in addition to WORLD_SIZE."""
 
 RANK_WAIT_TIME = timedelta(days=365)
-"""A rank may wait for another rank that is computing. `Watch` checks that the other rank is alive."""
+"""Maximum time for which a rank waits for another rank. It is very long because the other rank may be computing.
+Whether the other rank is alive is checked by `Watch`."""
 
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """Join the ranks that torchrun has started. Without torchrun, yield a single rank.
+    """Join the ranks that were started by torchrun. Without torchrun, yield a single rank.
 
-    All ranks leave together, because torchrun kills all others when one rank ends with an error. The first rank that
-    fails logs the cause. The other ranks end silently.
+    All ranks leave the block together, because torchrun kills all other ranks when a rank ends with an error. The first
+    rank that fails logs the cause. The other ranks end without a message.
 
     Raises:
-        FedloomError: another rank died or cannot be reached, or this rank received the signal to end.
-        SystemExit: this rank failed after another rank, which logs the cause.
+        FedloomError: another rank has died or cannot be reached, or this rank has received a signal to end.
+        SystemExit: this rank has failed after another rank, which logs the cause.
     """
     size = _started()
     if size == 1:
@@ -62,7 +63,7 @@ def join_ranks() -> Iterator[Ranks]:
         with _ended_by_signal():
             group = _join(watch)
             yield group
-            group.any()
+            group.combine_flags()
             with _translated(watch.rank):
                 dist.destroy_process_group()
     except Exception as error:
@@ -75,7 +76,7 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def check_alone(what: str) -> None:
-    """Raise if every rank would do and write all of the work.
+    """Raise an error if there are several ranks, each of which would do all the work and write the same files.
 
     Raises:
         ConfigError: torchrun has started several ranks.
@@ -95,7 +96,7 @@ def _started() -> int:
 
 
 def _leave_word(error: Exception) -> None:
-    """Write the reason why this rank ends, for the report that torchrun prints after all ranks have ended."""
+    """Write the error that ends this rank to a file. torchrun reports it after all ranks have ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):
@@ -115,7 +116,7 @@ def _join(watch: Watch) -> Group:
 
 @contextmanager
 def _translated(rank: int) -> Iterator[None]:
-    """Convert torch's message about a broken connection into a sentence."""
+    """Replace torch's message about a broken connection by an understandable message."""
     try:
         yield
     except RuntimeError as error:
@@ -127,10 +128,9 @@ def _translated(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Raise an error if torchrun signals the ranks to end because a rank has died.
+    """Raise an error when torchrun sends a signal to end, because another rank has died.
 
-    Once an error has been raised, the signal is ignored, because the process ends by this error and must report it
-    first.
+    After an error, the signal is ignored, because the process is about to end and must report the error first.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -149,19 +149,19 @@ def _ended_by_signal() -> Iterator[None]:
 
 
 class Group:
-    """Ranks of a process group (see `fedloom.processes.ranks.Ranks`).
+    """Ranks of a torch process group (see `fedloom.processes.ranks.Ranks`).
 
     Args:
-        rank: this process.
+        rank: number of this process.
         size: number of ranks.
         machine: number of this machine.
-        own_gpu: True if this rank does not share its GPU. If this holds for all ranks, tensors are sent between GPUs,
-            else through the CPU.
+        own_gpu: True if this rank does not share its GPU with another rank. If it is True for all ranks, tensors are
+            sent directly between GPUs, otherwise through the CPU.
     """
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
         self.rank, self.size = rank, size
-        all_own = not self.any(not own_gpu)[0]
+        all_own = not self.combine_flags(not own_gpu)[0]
         self._nccl = dist.new_group(backend="nccl", timeout=RANK_WAIT_TIME) if all_own else None
         machines = self._numbers(machine)
         self.machines = [sorted(set(machines)).index(m) for m in machines]
@@ -176,7 +176,7 @@ class Group:
         name = self.share(f"fedloom-{secrets.token_hex(8)}")
         self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
 
-    def any(self, *flags: bool) -> list[bool]:
+    def combine_flags(self, *flags: bool) -> list[bool]:
         flags_by_rank = self._numbers(sum(flag << k for k, flag in enumerate(flags)))
         return [any(number >> k & 1 for number in flags_by_rank) for k in range(len(flags))]
 
@@ -189,7 +189,7 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """See `fedloom.processes.ranks.Ranks`.
 
-        Between machines, each byte is sent once, from one machine's first rank to the other's.
+        Between two machines, each byte is sent only once, from the first rank on one to the first rank on the other.
         """
         text, tensors = parcel.encode_value(value)
         packed = parcel.pack(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
@@ -212,16 +212,16 @@ class Group:
         self._send(operations)
 
     def _numbers(self, number: int) -> list[int]:
-        """Exchange one number per rank."""
+        """Return one number from each rank."""
         numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         with _translated(self.rank):
             dist.all_gather(numbers, torch.tensor([number]))
         return [int(n) for n in numbers]
 
     def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
-        """Exchange the bytes of some ranks, one after the other.
+        """Return the bytes of all given ranks, one after another.
 
-        All these ranks call this method and send at the same time.
+        All these ranks must call this method, and send at the same time.
         """
         if len(ranks) == 1:
             return data
@@ -238,13 +238,16 @@ class Group:
         return received
 
     def _send(self, moves: list[Any]) -> None:
-        """Send and receive at the same time. Two ranks must call this method in the same order."""
+        """Send and receive at the same time. Two ranks that exchange data must call this method in the same order."""
         with _translated(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
 
     def _receive_tensors(self, source: int, text: bytes, data: Tensor, own_tensors: list[Tensor]) -> list[Tensor]:
-        """Receive the tensors of a parcel. Tensors between GPUs are sent now."""
+        """Return the tensors of a message from another rank.
+
+        The tensors that are sent directly between GPUs are received now.
+        """
         forms = parcel.forms(text)
         linked = iter(parcel.cut(data, [f for f in forms if not self._uses_gpu(f.place)]))
         direct = iter(self._broadcast(source, [f for f in forms if self._uses_gpu(f.place)], own_tensors))
@@ -262,18 +265,18 @@ class Group:
         return parcel.cut(data, forms)
 
     def _uses_gpu(self, place: str) -> bool:
-        """Return True if tensors on this kind of device are sent from GPU to GPU."""
+        """Return True if tensors on this kind of device are sent directly between GPUs."""
         return self._nccl is not None and place == "cuda"
 
 
 class _Memory:
-    """Rows that the ranks of a machine share: an unnamed file, in memory if there is space.
+    """Memory for rows, shared by the ranks on a machine: an unnamed file, kept in memory if there is enough space.
 
     Args:
-        rank: this process.
-        maker: True for the first rank of this machine.
-        here: process group of this machine's ranks. Different machines need not make the same calls.
-        name: name of this machine's files, before they are unlinked.
+        rank: number of this process.
+        maker: number of the first rank on this machine.
+        here: process group of the ranks on this machine. Ranks on different machines may make different calls.
+        name: name for the files of this machine, until they are removed from their folder.
     """
 
     def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:

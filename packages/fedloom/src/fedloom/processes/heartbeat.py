@@ -1,9 +1,9 @@
-"""Watch: each rank sends a heartbeat every second.
+"""Detection of ranks that no longer respond: each rank sends a sign of life every second.
 
-A rank ends its process when another rank's heartbeat is missing for too long.
+A rank ends its process if it has received no sign of life from another rank for too long.
 
-A rank that dies closes its connections, which ends the other ranks immediately. A machine that is cut off, or a process
-that is stopped, closes nothing, so a heartbeat is needed.
+If a rank dies, its connections are closed, which immediately ends the other ranks. But if a machine loses its network
+or a process is stopped, no connection is closed, so that signs of life are needed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.distributed.rendezvous import rendezvous
 from fedloom.errors import ConfigError
 
 BEAT_SECONDS = 1.0
-"""Number of seconds between two heartbeats."""
+"""Number of seconds between two signs of life."""
 
 GRACE_SECONDS = 10.0
-"""Number of seconds in which the other ranks end by themselves after a rank has failed."""
+"""Number of seconds for which the other ranks may continue after a rank has failed, before they are ended."""
 
 TIMEOUT_VARIABLE = "FEDLOOM_RANK_TIMEOUT"
-"""Environment variable: number of seconds without a sign of life after which a rank counts as dead."""
+"""Environment variable for the number of seconds without a sign of life after which a rank is considered dead."""
 
 RESUME_HINT = "Saved results are intact. Start the ranks again to continue"
 
 
 class Watch:
-    """Thread that monitors the other ranks.
+    """Thread that watches the other ranks.
 
     Args:
-        rank: this process.
+        rank: number of this process.
         size: number of ranks.
     """
 
@@ -52,14 +52,14 @@ class Watch:
         self._thread.start()
 
     def first_to_fail(self) -> bool:
-        """Return True if this rank is the first to record why the run ends."""
+        """Return True if this rank is the first that records a failure of the run."""
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:
             return True
 
     def close(self) -> None:
-        """Announce that this rank is done."""
+        """Announce that this rank has finished."""
         self._over.set()
         self._thread.join()
 
@@ -91,7 +91,10 @@ class Watch:
         return f"rank-{rank}"
 
     def _end(self, what: str) -> None:
-        """End this process, which may be waiting for a rank that never answers. Files are complete at any moment."""
+        """End this process immediately, even if it waits for a rank that will never answer.
+
+        This loses no data, because files are complete at any time.
+        """
         if self.first_to_fail():
             sys.stderr.write(f"error: {what}. {RESUME_HINT}\n")
             sys.stderr.flush()

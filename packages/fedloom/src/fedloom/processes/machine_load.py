@@ -1,4 +1,4 @@
-"""Load of the machine: core seconds used by this process, and by other processes that disturb a measurement."""
+"""Load of the machine: processor time that is used by this process, and by others that could disturb a measurement."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_FOREIGN_CORES = 0.1
-"""Number of cores that other processes may use during a measurement: a tenth of a core delays one process by at most a
-tenth, and an idle machine uses less."""
+"""Maximum number of cores that other processes may use during a measurement: a tenth of a core delays one process by at
+most 10 %, and processes on an idle machine use less."""
 
 _STAT_FILE = Path("/proc/stat")
 
 
 def machine_seconds() -> float:
-    """Return the core seconds of all processes since the machine started, or only of this one if not counted."""
+    """Return the processor time in seconds of all processes since the machine started, or of this one if unknown."""
     try:
         user, nice, system = map(int, _STAT_FILE.read_text().split(maxsplit=4)[1:4])
     except OSError:
@@ -26,19 +26,22 @@ def machine_seconds() -> float:
 
 
 def process_seconds() -> float:
-    """Return the core seconds of this process and its ended children."""
+    """Return the processor time in seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
 
 class OtherProcesses:
-    """Number of cores that other processes use, as ``cores``, which is set when `watch_others` ends."""
+    """Number of cores that are used by other processes, in ``cores``, which is set at the end of `watch_others`."""
 
     cores = 0.0
 
 
 @contextmanager
 def watch_others() -> Iterator[OtherProcesses]:
-    """Watch other processes. Child processes that work in the meantime must also end within the block."""
+    """Within the block, measure how many cores are used by other processes.
+
+    Child processes of this process that work within the block must also end within it.
+    """
     gc.collect()
     load = OtherProcesses()
     before, own_before, start = machine_seconds(), process_seconds(), time.perf_counter()
@@ -49,7 +52,7 @@ def watch_others() -> Iterator[OtherProcesses]:
 
 
 def wait_for_quiet(patience: float) -> None:
-    """Wait until the machine has been idle for a fifth of a second, or for ``patience`` seconds."""
+    """Wait until the machine has been idle for 0.2 seconds, but at most ``patience`` seconds."""
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
         before = machine_seconds()

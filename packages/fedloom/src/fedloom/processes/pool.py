@@ -1,6 +1,6 @@
-"""Pool: computes the chunks of a round in this process or in forked processes on this machine.
+"""Worker pool, which computes the chunks of a round in this process or in forked processes on this machine.
 
-The results are identical bit for bit.
+The results are bitwise identical in both cases.
 """
 
 from __future__ import annotations
@@ -31,58 +31,62 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 Handler = Callable[[Any, Any], Any]
-"""(shared, task) -> result."""
+"""Function that computes a result from ``(shared, task)``."""
 
 LOOK_SECONDS = 1.0
-"""Number of seconds between two checks of workers that do not answer."""
+"""Number of seconds between two checks for workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
-"""Number of seconds, and multiple of the longest answer time so far, after which a worker without an answer is
-reported."""
+"""Minimum number of seconds, and multiple of the longest time of an answer so far, after which a worker that has not
+answered is reported."""
 POOL_LOG = logging.getLogger("fedloom")
 
 MAX_PIPE_BYTES = 1 << 14
-"""Number of bytes of a message that a pipe accepts even if the other end is sending and waits for this end."""
+"""Maximum number of bytes of a message that a pipe can hold while the other process is also sending and not reading."""
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use. It is 1 if the process may not start other processes."""
+    """Return the number of processor cores that this process may use.
+
+    It is 1 if this process may not start other processes.
+    """
     if multiprocessing.current_process().daemon:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 PER_CORE = 2
-"""Largest number of single-threaded processes per core: one process may wait for a disk or for its parent while another
-process computes."""
+"""Maximum number of single-threaded processes for each core, since one process may wait for a disk or its parent while
+another one computes."""
 
 
 def useful(wanted: int, units: int) -> int:
-    """Return the number of useful processes: at most `PER_CORE` per core, and at most one per unit of work."""
+    """Return how many processes are useful: at most `PER_CORE` for each core, and at most one for each unit of work."""
     return max(1, min(wanted, units, PER_CORE * cores()))
 
 
 class Workers(Protocol):
-    """Processes that compute tasks: this process, forks of this process, or ranks."""
+    """Processes that compute tasks, which may be this process, forks of it, or ranks."""
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Yield a handler's result for every task, in the order of the tasks."""
+        """Yield the result of a handler for each task, in the order of the tasks."""
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call that runs in a single process and may read and write the rows of some clients."""
+        """Return the result of a function that is called in only one process and may access rows of some clients."""
         ...
 
 
 class WorkerPool:
-    """Runs handlers on chunks.
+    """Processes that apply handlers to chunks.
 
     Args:
-        handlers: functions ``handler(shared, task)`` that `map` may use. Forked processes know only these functions.
-        workers: number of forked processes. If it is 1, everything runs in this process.
-        down_bytes: space in bytes for the data that all chunks share.
+        handlers: functions ``handler(shared, task)`` that may be passed to `map`. Forked processes know no other
+            functions.
+        workers: number of forked processes. If it is 1, this process computes everything itself.
+        down_bytes: space in bytes for the data that all chunks have in common.
         up_bytes: space in bytes for the result of one chunk.
-        ahead: True to send a worker its next task while it computes one, so that it does not wait for this process. Use
-            this option for short tasks of similar length without interruption.
+        ahead: True if a worker receives its next task while it computes the current one, so that it does not have to
+            wait for this process. This option is intended for short tasks of similar length that are not interrupted.
         nested: True if the workers may start workers themselves.
 
     Raises:
@@ -117,9 +121,9 @@ class WorkerPool:
         tasks: Sequence[T],
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[R]:
-        """Yield a handler's result for every task, in the order of the tasks, which start in that order.
+        """Yield the result of a handler for each task, in the order of the tasks, in which they are also started.
 
-        See `map_unordered` for the arguments and errors.
+        The arguments and errors are those of `map_unordered`.
         """
         done: dict[int, R] = {}
         turn = 0
@@ -137,19 +141,19 @@ class WorkerPool:
         interrupted: Callable[[], bool] | None = None,
         cost: Callable[[T], float] | None = None,
     ) -> Iterator[tuple[int, R]]:
-        """Yield the number and the result of every task, in the order in which the tasks end.
+        """Yield the number and the result of each task, in the order in which the tasks end.
 
         Args:
-            handler: one of the pool's handlers.
-            shared: first argument of every call.
-            tasks: second arguments, one per call. They start in this order, or by their cost.
-            interrupted: checked every second. Once it is true, no task starts, and running tasks receive an interrupt
-                signal.
-            cost: expected time of a task. Whenever a process is free, the most expensive of the tasks that are left
-                starts, so that no long task is the last one.
+            handler: one of the handlers of the pool.
+            shared: first argument of all calls.
+            tasks: second argument of each call. Tasks are started in this order, or by their cost.
+            interrupted: function that is called every second. After it has returned True, no more tasks are started and
+                the running tasks receive an interrupt signal.
+            cost: function that returns the expected time of a task. If it is given, a free process always starts the
+                most expensive remaining task, so that a long task is not the last one.
 
         Raises:
-            FedloomError: a handler raised an error, or a worker died.
+            FedloomError: a handler has raised an error, or a worker has died.
         """
         if not self._workers:
             for k, task in enumerate(tasks):
@@ -187,10 +191,12 @@ class WorkerPool:
     def _hand_out(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
-        """Start the last of the waiting tasks, with a single message per worker, which starts with ``first``.
+        """Send waiting tasks to workers, beginning at the end of the list, with one message for each worker.
 
-        Tasks are assigned ahead if each worker gets one, or if more tasks than workers are left, so that all workers
-        end at about the same time.
+        Each message begins with ``first``.
+
+        A worker receives an additional task if all workers do, or if more tasks than workers remain, so that all
+        workers end at about the same time.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
@@ -206,7 +212,7 @@ class WorkerPool:
                 worker.send(batch)
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call in this process."""
+        """Return the result of a function that is called in this process."""
         return call()
 
     def close(self) -> None:
@@ -223,7 +229,7 @@ class WorkerPool:
 
 
 class _Silence:
-    """Log the workers that have not answered for much longer than any answer has taken so far."""
+    """Logs the workers that have not answered for much longer than the longest answer so far has taken."""
 
     def __init__(self) -> None:
         self._since: dict[_Worker, float] = {}
@@ -231,13 +237,13 @@ class _Silence:
         self._reported: set[_Worker] = set()
 
     def begin(self, workers: Iterable[_Worker]) -> None:
-        """Record which workers have tasks."""
+        """Record that workers have a task."""
         now = time.monotonic()
         for worker in workers:
             self._since.setdefault(worker, now)
 
     def look(self, workers: Iterable[_Worker]) -> None:
-        """Report workers that should have answered, if no worker has answered."""
+        """Report the workers that should have answered by now."""
         for worker in workers:
             silent = time.monotonic() - self._since[worker]
             if worker in self._reported or silent < max(MIN_SILENCE_SECONDS, SILENCE_MULTIPLE * self._longest):
@@ -252,7 +258,7 @@ class _Silence:
             POOL_LOG.warning("worker process %d has been silent for %.0f s: %s", worker.pid, silent, why)
 
     def end(self, worker: _Worker) -> None:
-        """Note an answer."""
+        """Record that a worker has answered."""
         now = time.monotonic()
         if worker not in self._reported:
             self._longest = max(self._longest, now - self._since[worker])
@@ -276,7 +282,7 @@ class _Worker:
         return self._process.pid or 0
 
     def is_stopped(self) -> bool:
-        """Return True if a signal or a debugger has stopped the worker's process."""
+        """Return True if the process of the worker was stopped by a signal or a debugger."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -284,14 +290,14 @@ class _Worker:
         return text.rpartition(")")[2].split()[0] in "Tt"
 
     def send(self, orders: list[tuple[Any, ...]]) -> None:
-        """Send the worker a task."""
+        """Send tasks to the worker."""
         try:
             self.pipe.send_bytes(packed(orders))
         except OSError as error:
             raise self._died() from error
 
     def receive(self) -> Any:
-        """Its answer. An error in the handler is raised here."""
+        """Return the answer of the worker. An error that a handler has raised in the worker is raised here."""
         try:
             message = self.pipe.recv_bytes()
         except (OSError, EOFError) as error:
@@ -302,7 +308,7 @@ class _Worker:
         return result
 
     def interrupt(self) -> None:
-        """Ask the worker to stop its running task."""
+        """Send an interrupt signal to the worker, so that it stops its current task."""
         if self._process.pid is not None and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGINT)
 
@@ -314,7 +320,7 @@ class _Worker:
         )
 
     def close(self) -> None:
-        """End the process."""
+        """End the process of the worker."""
         with suppress(OSError):
             self.pipe.send_bytes(packed([("stop",)]))
         self._process.join(2)
@@ -348,7 +354,7 @@ def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: lis
 
 
 def _end_with_parent() -> None:
-    """Let the kernel end this process when its parent dies, for whatever reason (Linux)."""
+    """Ask the kernel to end this process when its parent dies for any reason (only on Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -1,7 +1,9 @@
-"""Parcel: a value that one rank sends to others, as JSON and bytes of tensors. Nothing in a parcel is ever run as code.
+"""Messages between ranks, which consist of a JSON text and the bytes of tensors.
 
-Allowed values: None, booleans, numbers, strings, tuples, lists, dicts, `ChunkResult`, `Answers`, tensors, and the
-errors of `fedloom.errors`. Numbers are transmitted bit for bit.
+No content of a message is ever executed as code.
+
+A message may contain None, booleans, numbers, strings, tuples, lists, dictionaries, `ChunkResult`, `Answers`, tensors,
+and the errors of `fedloom.errors`. Numbers are transmitted exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fedloom.errors import FedloomError
 from fedloom.processes.clients import Answers, ChunkResult
 
 ALIGNMENT_BYTES = 16
-"""Number of bytes to a multiple of which each tensor is padded."""
+"""Number of bytes of which the padded size of each tensor is a multiple."""
 
 DTYPES_BY_NAME = {
     str(t).removeprefix("torch."): t
@@ -31,11 +33,11 @@ DTYPES_BY_NAME = {
 
 
 TUPLE_CLASSES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (ChunkResult, Answers)}
-"""Named tuples that can be sent."""
+"""Named tuples that may be sent, by name."""
 
 
 class Form(NamedTuple):
-    """Description of a tensor. ``place`` is the kind of device, "cpu" or "cuda"."""
+    """Data type, shape and device of a tensor. ``place`` is the kind of device: "cpu" or "cuda"."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,41 +45,41 @@ class Form(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the tensor in a parcel."""
+        """Number of bytes of the tensor in a message, including padding."""
         return -(-prod(self.shape) * DTYPES_BY_NAME[self.dtype].itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def form(tensor: Tensor) -> Form:
-    """Return the description of a tensor."""
+    """Return the data type, shape and device of a tensor."""
     return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
 
 
 def encode_value(value: object) -> tuple[bytes, list[Tensor]]:
-    """Split a value into its text and its tensors."""
+    """Split a value into a JSON text and its tensors."""
     tensors: list[Tensor] = []
     tree = _write(value, tensors)
     return json.dumps([tree, [form(t) for t in tensors]]).encode(), tensors
 
 
 def forms(text: bytes) -> list[Form]:
-    """Return the tensors that belong to a text."""
+    """Return the data types, shapes and devices of the tensors that belong to a text."""
     return [Form(dtype, tuple(shape), place) for dtype, shape, place in json.loads(text)[1]]
 
 
 def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Restore the value that `encode_value` has encoded."""
+    """Return the value that was split by `encode_value`."""
     return _read(json.loads(text)[0], tensors)
 
 
 def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
-    """Pack a text and its tensors as bytes ``[b]`` on the CPU."""
+    """Pack a text and its tensors into bytes ``[b]`` on the CPU."""
     head = torch.frombuffer(bytearray(text) + bytes(-len(text) % ALIGNMENT_BYTES), dtype=torch.uint8)
     body = fill(tensors, [form(t) for t in tensors], "cpu")
     return torch.cat([torch.tensor([len(text), len(body)]).view(torch.uint8), head, body])
 
 
 def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
-    """Read the texts and the bytes of tensors that `pack` wrote, which may be several in sequence."""
+    """Yield each text with the bytes of its tensors, from one or more results of `pack` that follow one another."""
     while len(packed):
         length, size = packed[:ALIGNMENT_BYTES].view(torch.long).tolist()
         begin = ALIGNMENT_BYTES + length + -length % ALIGNMENT_BYTES
@@ -86,7 +88,7 @@ def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
 
 
 def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor:
-    """Pack the bytes ``[b]`` of tensors on a device, one after the other."""
+    """Pack tensors into bytes ``[b]`` on a device, one after another."""
     buffer = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device=place)
     for part, tensor in zip(cut(buffer, forms), tensors, strict=True):
         part.copy_(tensor)
@@ -94,7 +96,7 @@ def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor
 
 
 def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Split the bytes that `fill` has packed into views, one per tensor."""
+    """Split bytes that were packed by `fill` into views, one for each tensor."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES_BY_NAME[form.dtype]

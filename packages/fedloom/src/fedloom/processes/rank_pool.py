@@ -1,4 +1,4 @@
-"""RankPool: all ranks compute the chunks of a round. Every rank receives every result, in the order of the chunks."""
+"""Computation of the chunks of a round by all ranks. Each rank receives all results, in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_HELD_BYTES = 1 << 28
-"""Number of bytes of results that a rank collects before they are exchanged."""
+"""Maximum number of bytes of the results that a rank collects before the ranks exchange them."""
 
 
 def owner(k: int, ranks: int) -> int:
-    """Return the rank for task ``k``: forwards and backwards over the ranks, because tasks get shorter.
+    """Return the rank that computes task ``k``: ranks take turns, forwards and backwards, since tasks get shorter.
 
     >>> [owner(k, 3) for k in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
@@ -32,12 +32,12 @@ def owner(k: int, ranks: int) -> int:
 
 
 class RankPool:
-    """Runs handlers on chunks, like `Pool`. Every rank makes the same calls.
+    """Applies handlers to chunks, like `WorkerPool`. All ranks must make the same calls.
 
     Args:
-        ranks: the processes.
-        locations: machines that store the rows of clients.
-        up_bytes: size of the result of one chunk in bytes.
+        ranks: processes that compute the chunks.
+        locations: machines on which the rows of clients are stored.
+        up_bytes: number of bytes of the result of one chunk.
     """
 
     def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:
@@ -45,12 +45,12 @@ class RankPool:
         self._wave = ranks.size * max(1, MAX_HELD_BYTES // up_bytes)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Yield a handler's result for every task, in the order of the tasks.
+        """Yield the result of a handler for each task, in the order of the tasks.
 
-        A task contains ``ids [m]``, the clients whose rows the handler may read and write.
+        Each task has an attribute ``ids [m]``: the clients whose rows the handler may read and write.
 
         Raises:
-            FedloomError: a handler raised an error on some rank, or a rank died.
+            FedloomError: a handler has raised an error on some rank, or a rank has died.
         """
         machines, size = self._ranks.machines, self._ranks.size
         at: dict[int, list[Tensor]] = {}
@@ -68,7 +68,10 @@ class RankPool:
                 yield self._unwrap(next(turns[owner(k, size)]), machines[owner(k, size)])
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the value of a call that rank 0 makes. The call may read and write the rows of some clients."""
+        """Return the result of a function that is called only on rank 0.
+
+        The function may read and write rows of the given clients.
+        """
         self._locations.fetch({0: ids})
         outcome = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
         value: R = self._unwrap(self._ranks.share(outcome), 0)
@@ -89,7 +92,7 @@ class RankPool:
 
 
 def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
-    """Return the result, or raise the error, on all ranks."""
+    """Return the result of a handler or its error, which is then raised on all ranks."""
     try:
         return handler(shared, task)
     except FedloomError as error:

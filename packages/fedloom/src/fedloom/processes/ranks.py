@@ -1,7 +1,9 @@
-"""Ranks: processes that compute a run together. Each rank runs the whole program. Usually, there is one rank.
+"""Ranks, that is, processes that compute a run together.
 
-The state of a run is the same on every rank: random numbers are derived from the seed, and a value that one rank
-computes is exchanged before any rank continues.
+Each rank executes the whole program. Usually, there is only one rank.
+
+The state of a run is the same on all ranks: random numbers are derived from the seed, and a value that is computed by
+one rank is sent to the others before any rank continues.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from torch import Tensor
 from fedloom.storage.memory import Memory
 
 Move = tuple[list[Tensor], int, int]
-"""Tensors, and the ranks that send and receive them. This rank is one of them."""
+"""Tensors to be sent, with the numbers of the rank that sends them and the rank that receives them. One of the two is
+this rank."""
 
 
 class Ranks(Protocol):
-    """Operations that a run performs on its processes. All ranks call each method, in the same order."""
+    """Operations by which the processes of a run work together. All ranks must call each method, in the same order."""
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0. Only rank 0 writes files and prints."""
+        """Number of this process, beginning with 0. Only rank 0 writes files and prints output."""
         ...
 
     @property
@@ -32,48 +35,54 @@ class Ranks(Protocol):
 
     @property
     def machines(self) -> list[int]:
-        """Machine of each rank ``[size]``, counted from 0.
+        """Number of the machine of each rank ``[size]``, beginning with 0.
 
-        The ranks of a machine have consecutive numbers and share the machine's rows.
+        The ranks on a machine have consecutive numbers and share the rows that are stored there.
         """
         ...
 
     @property
     def memory(self) -> Memory | None:
-        """Memory that the ranks of this machine share, or None if this process shares nothing."""
+        """Memory that is shared by the ranks on this machine, or None if this process does not share memory."""
         ...
 
-    def any(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether some rank has set it. Return after all ranks have called this method."""
+    def combine_flags(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether it is set on at least one rank.
+
+        The method returns after all ranks have called it.
+        """
         ...
 
     def share(self, value: object) -> Any:
-        """Return rank 0's value on every rank."""
+        """Return the value of rank 0 on all ranks."""
         ...
 
     def gather(self, value: object) -> list[Any]:
-        """Return the values of all ranks, in order. `fedloom.processes.rank_messages` lists the allowed values."""
+        """Return the values of all ranks, in the order of the ranks.
+
+        The allowed types of values are described in `fedloom.processes.rank_messages`.
+        """
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Send the tensors of each source to its target at the same time, into tensors that the target provides."""
+        """Send all tensors at the same time, into tensors of the same shapes that the receiving ranks provide."""
         ...
 
     def wait(self) -> None:
-        """Return after all ranks of this machine have called this method.
+        """Wait until all ranks on this machine have called this method.
 
-        They can then read shared rows that other ranks have written.
+        After that, they can read shared rows that other ranks have written.
         """
         ...
 
 
 class Alone:
-    """One process."""
+    """Single process, which does not communicate with others."""
 
     rank, size, memory = 0, 1, None
     machines = [0]  # noqa: RUF012 (never written)
 
-    def any(self, *flags: bool) -> list[bool]:
+    def combine_flags(self, *flags: bool) -> list[bool]:
         return list(flags)
 
     def share(self, value: object) -> Any:

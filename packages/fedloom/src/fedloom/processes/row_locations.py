@@ -1,8 +1,9 @@
-"""Row locations: which machines have the latest row of each client, and moving rows to the machines that need them.
+"""Locations of rows: which machines have the latest row of each client, and how rows move to other machines.
 
-Ranks of one machine share its stores, so rows do not move between them. Between machines, a row moves if another
-machine trains or evaluates its client, if all machines need the server's stored rows, or, to the first machine, when a
-checkpoint is written. The table is the same on every rank, because every rank makes the same changes.
+The ranks on a machine share its rows, so that rows do not have to move between them. A row moves to another machine if
+that machine trains or evaluates the client, if all machines need the rows that the server stores, or, to the first
+machine, when a checkpoint is written. The table of locations is the same on all ranks, because all ranks change it in
+the same way.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from fedloom.processes.ranks import Ranks
 from fedloom.storage.store import Store
 
 MOVED_BYTES = 1 << 26
-"""Number of bytes of rows that move at a time."""
+"""Maximum number of bytes of rows that move at a time."""
 SERVER_STORES = {"kept", "models", "summed"}
-"""Stores of the server."""
+"""Names of the stores that contain rows of the server."""
 
 
 class RowLocations:
-    """Machines that have the latest rows of some stores.
+    """Table of the machines that have the latest rows of each store.
 
     Args:
-        ranks: the processes. Every rank makes the same calls.
-        stores: by name.
+        ranks: processes of the run. All of them must make the same calls.
+        stores: stores by name.
     """
 
     def __init__(self, ranks: Ranks, stores: Mapping[str, Store[Any]]) -> None:
@@ -48,18 +49,18 @@ class RowLocations:
                 self._latest[name][1:] = ~written_rows
 
     def mark_written(self, ids: Tensor, machine: int) -> None:
-        """Record that a machine has new rows of clients."""
+        """Record that only one machine has the latest rows of some clients."""
         for latest in self._latest.values():
             latest[:, ids] = False
             latest[machine, ids] = True
 
     def fetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Move rows of clients to machines, given as ids by machine."""
+        """Move rows of clients to the machines that need them, where ``wanted`` contains the ids for each machine."""
         for name in self._stores:
             self._fetch(name, wanted)
 
     def replicate(self, ids: Tensor) -> None:
-        """Move the server's stored rows of clients to every machine."""
+        """Move the rows of clients that the server stores to all machines."""
         for name in self._stores:
             if name in SERVER_STORES:
                 self._fetch(name, dict.fromkeys(range(self.machines), ids))
@@ -70,7 +71,10 @@ class RowLocations:
             self._fetch(name, {0: (~latest[0]).nonzero()[:, 0]})
 
     def _fetch(self, name: str, wanted: Mapping[int, Tensor]) -> None:
-        """All machines send and receive at the same time, as waiting for a link takes as long as its bytes."""
+        """Move rows of one store.
+
+        All machines send and receive at the same time, because waiting for a link takes time.
+        """
         latest, store, moves = self._latest[name], self._stores[name], []
         for target, ids in wanted.items():
             missing = ids[~latest[target, ids]].sort().values
@@ -84,7 +88,7 @@ class RowLocations:
             self._ranks.wait()
 
     def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
-        """Move rows of clients from the first rank of one machine to the first rank of another."""
+        """Move rows of clients from the first rank on one machine to the first rank on another machine."""
         first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
         own_rows = [
             (ids, store.read(ids), first[source], first[target])

@@ -1,7 +1,7 @@
-"""Ctrl-C: the current round is finished and saved. A second Ctrl-C stops immediately.
+"""Handling of Ctrl-C: the current round is completed and saved. A second Ctrl-C stops the program immediately.
 
 Programs that start several processes, such as torchrun, forward a signal that the processes have already received from
-the terminal. Two signals within a second count once.
+the terminal. Two signals within a second are therefore counted as one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 REPEAT_SECONDS = 1.0
-"""Number of seconds within which repeated signals count once."""
+"""Number of seconds within which repeated signals are counted as one."""
 
 
 class _StopRequest:
-    """Handler of the signal, and the time since which the user has requested a stop."""
+    """Handler of the signal, with the time of the first request to stop."""
 
     since = math.inf
 
@@ -31,11 +31,11 @@ class _StopRequest:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once the user has requested a stop.
+    """Yield a function that returns True after the user has requested a stop.
 
     An enclosing `interruptible` also receives the request.
 
-    Outside the main thread, signals cannot be caught, so the function always returns False.
+    Signals can only be received in the main thread. In any other thread, the function always returns False.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

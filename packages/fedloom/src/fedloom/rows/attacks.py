@@ -1,4 +1,4 @@
-"""Attacks: Byzantine clients send forged models or activations, or train on forged labels.
+"""Attacks by Byzantine clients, which send forged models or activations, or train on forged labels.
 
 ``ATTACKS`` lists the attacks by kind.
 """
@@ -21,15 +21,14 @@ from fedloom.values import Value, choose
 
 
 class Attack(Value, ABC):
-    """Kind of attack, and the fraction of clients that attack. The same clients attack in every round."""
+    """Attack, and the fraction of clients that carry it out. The same clients attack in every round."""
 
     fraction: float = Field(0.2, ge=0, le=1, description="fraction of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
-    """True if the attack forges the activations that describe clients, so that it only applies to runs that use
-    activations."""
+    """True if the attack forges the activations by which clients are described, so that the run must use them."""
 
     def attackers(self, n: int, seed: int) -> Tensor:
-        """Return the ids of the round(fraction n) attackers among n clients, ascending."""
+        """Return the ids of the attackers in ascending order. Their number is ``fraction`` times n, rounded."""
         order = torch.randperm(n, generator=generator(seed, purpose="attackers"))
         return order[: round(self.fraction * n)].sort().values
 
@@ -37,9 +36,9 @@ class Attack(Value, ABC):
         """Return the activations that clients send for clustering. By default, these are the true activations.
 
         Args:
-            activations: mean activations [m, k] of the clients, including the attackers.
-            ids: ids [m] of the clients.
-            attackers: ids [b] of all attackers, ascending.
+            activations: mean activations [m, k] of all clients, including attackers.
+            ids: ids of the clients [m].
+            attackers: ids of all attackers [b] in ascending order.
 
         Returns:
             [m, k]
@@ -48,14 +47,14 @@ class Attack(Value, ABC):
 
 
 class Poison(Attack, ABC):
-    """Attack that changes the labels on which the attackers train.
+    """Attack that changes the labels on which attackers train.
 
-    Apart from this, the attackers behave honestly.
+    Otherwise, the attackers behave honestly.
     """
 
     @abstractmethod
     def poison(self, y: Tensor, classes: int, gen: Generator) -> Tensor:
-        """Return new labels ``[k]`` for an attacker's labels y ``[k]`` in 0..classes-1.
+        """Return new labels ``[k]`` for an attacker's labels ``y [k]``, which are integers from 0 to classes - 1.
 
         Raises:
             ConfigError: the labels are not classes.
@@ -63,19 +62,19 @@ class Poison(Attack, ABC):
 
 
 class Forgery(Attack, ABC):
-    """Attack that replaces trained models by forged models.
+    """Attack that replaces the trained models of attackers by forged models.
 
-    The method encodes the forged models (`Algorithm.encode`).
+    The method encodes the forged models like honest ones (`Algorithm.encode`).
     """
 
     sees_honest: ClassVar[bool] = False
-    """True if the attack uses the rows of the cohort's honest clients (omniscient)."""
+    """True if the attack reads the rows of the cohort's honest clients, so that attackers are omniscient."""
     trains: ClassVar[bool] = False
     """True if the attack uses the rows that the attackers would send if they were honest."""
 
     @property
     def reads_own(self) -> bool:
-        """True if the attackers must train for the attack with these settings."""
+        """True if the attackers must train for the attack with these options."""
         return self.trains
 
     @abstractmethod
@@ -83,15 +82,16 @@ class Forgery(Attack, ABC):
         """Return the models that the attackers send.
 
         Args:
-            honest: local models [h, d] of the honest clients, as contained in their uploads. None if they are not
-                known: the attackers' own honest rows then replace them (as in Baruch et al., section 3).
+            honest: local models [h, d] of the honest clients, as they are contained in the uploads. None if they are
+                not known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section
+                3).
             base: models [b, d] that the attackers received.
             benign: models [b, d] that the attackers would send if they were honest.
-            m: size of the cohort, including the attackers.
-            gens: b generators, one per attacker.
+            m: number of clients in the cohort, including attackers.
+            gens: one random generator for each of the b attackers.
 
         Returns:
-            [b, d] forged rows.
+            Forged models [b, d].
         """
 
 
@@ -99,7 +99,7 @@ class Forgery(Attack, ABC):
 
 
 class RandomLabels(Poison):
-    """Uniformly random labels (FLAME, VI-A, label poisoning; Bhagoji et al., ICML 2019)."""
+    """Label poisoning with uniformly random labels (FLAME, VI-A; Bhagoji et al., ICML 2019)."""
 
     kind: Literal["random-labels"] = "random-labels"
 
@@ -109,7 +109,11 @@ class RandomLabels(Poison):
 
 
 class FlippedLabels(Poison):
-    """Label c becomes C - 1 - c (FLAME, VI-A; for two classes, Biggio, Nelson and Laskov, ICML 2012)."""
+    """Label poisoning in which label c of C classes becomes C - 1 - c (FLAME, VI-A).
+
+    For two classes, see Biggio, Nelson and Laskov, ICML 2012.
+
+    """
 
     kind: Literal["flipped-labels"] = "flipped-labels"
 
@@ -119,11 +123,11 @@ class FlippedLabels(Poison):
 
 
 class Backdoor(Attack):
-    """Attackers train on samples with a trigger, labeled as the target class (Gu et al., BadNets, 2017).
+    """Backdoor: attackers train on samples with a trigger, labeled as the target class (Gu et al., BadNets, 2017).
 
-    fedloom evaluates ``attack_success``: the fraction of the clients' test samples from other classes that a model
-    assigns to the target class once the samples contain the trigger. With ``fraction = 0``, nobody attacks, and the
-    metric shows the rate for a clean model.
+    The metric ``attack_success`` is the fraction of the clients' test samples from other classes that a model assigns
+    to the target class once the trigger has been added. With ``fraction = 0``, nobody attacks, and the metric shows
+    this fraction for a clean model.
     """
 
     kind: Literal["backdoor"] = "backdoor"
@@ -143,26 +147,29 @@ class Backdoor(Attack):
     )
 
     def stamp(self, x: Tensor, names: Mapping[str, tuple[str, ...]]) -> Tensor:
-        """Return the samples with the trigger added. Override this function to use a different trigger.
+        """Return copies of the samples with the trigger added. Override this method to use a different trigger.
 
         Args:
-            x: images ``[k, channels, height, width]`` (bytes scaled to 0 to 1), raw table columns ``[k, p]`` in their
-                units, with level codes and NaN for missing cells, or other features ``[k, *shape]``.
-            names: levels of each column by column name, empty for a numeric column. The dict is empty if the data have
-                no columns.
+            x: images ``[k, channels, height, width]`` (bytes are scaled to 0 to 1), columns of a table ``[k, p]`` in
+                their original units (with codes for levels, and NaN for missing cells), or other features ``[k,
+                *shape]``.
+            names: levels of each column, keyed by column name. A numeric column has no levels. The dict is empty if the
+                data have no columns.
 
         Returns:
-            A new tensor with the shape and dtype of x.
+            New tensor with the shape and dtype of x.
 
         Raises:
-            ConfigError: the data do not contain these columns or levels, or have no pixels.
+            ConfigError: the data have no such columns or levels, or no pixels.
         """
         x = x.clone()
         if names:
             if not self.columns:
+                name, levels = next(iter(names.items()))
                 raise ConfigError(
-                    "a backdoor in a table needs columns to change. Set attack.columns, such as "
-                    f"{{{next(iter(names))!r}: 1}}, or override stamp in your own subclass"
+                    "a backdoor in a table needs columns to change",
+                    rule="backdoor-without-columns",
+                    fix=f"set {{attack.columns = {{{name!r}: {levels[0] if levels else 1!r}}}}}, or name other columns",
                 )
             for name, value in self.columns.items():
                 place = choose("column", _numbered(names), name, "attack.columns")
@@ -170,12 +177,15 @@ class Backdoor(Attack):
             return x
         if self.columns:
             raise ConfigError(
-                "attack.columns names columns of a table, but these data have no columns. Leave attack.columns out"
+                "attack.columns names columns of a table, but these data have no columns",
+                rule="backdoor-columns-missing",
+                fix="leave {attack.columns} out",
             )
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
-                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} "
-                "pixels. Set a smaller attack.size for images, or override stamp in your own subclass"
+                f"samples {[*x.shape[1:]]} are smaller than a square of {self.size} x {self.size} pixels",
+                rule="backdoor-too-large",
+                fix="set a smaller {attack.size} for images, or override stamp in your own subclass",
             )
         x[..., -self.size :, -self.size :] = self.value
         return x
@@ -195,7 +205,11 @@ class Backdoor(Attack):
 
 
 class SameValue(Forgery):
-    """p times ones, with one p ~ N(0, variance) per attacker and round (FLAME, V-D; Li et al., RSA, AAAI 2019)."""
+    """Vector whose entries all equal p, with one p ~ N(0, variance) for each attacker and round.
+
+    (FLAME, V-D; Li et al., RSA, AAAI 2019.)
+
+    """
 
     kind: Literal["same-value"] = "same-value"
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
@@ -205,7 +219,7 @@ class SameValue(Forgery):
 
 
 class SignFlip(Forgery):
-    """-|p| times the received model, or times the attacker's own message, with p ~ N(0, variance) (FLAME, V-D)."""
+    """-|p| times the received model (or the attacker's own message), with p ~ N(0, variance) (FLAME, V-D)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
@@ -226,7 +240,7 @@ class SignFlip(Forgery):
 
 
 class Gaussian(Forgery):
-    """A sample from N(0, variance I) (FLAME, V-D; Xu and Huang, 2022)."""
+    """Random vector from N(0, variance I) (FLAME, V-D; Xu and Huang, 2022)."""
 
     kind: Literal["gaussian"] = "gaussian"
     variance: float = Field(0.1, gt=0, description="variance of every coordinate (FLAME, VI-A)")
@@ -236,7 +250,7 @@ class Gaussian(Forgery):
 
 
 class ModelReplacement(Forgery):
-    """x + scale (w - x), with received model x and trained model w (Bagdasaryan et al., AISTATS 2020, Eq. 3)."""
+    """x + scale (w - x) for the received model x and the trained model w (Bagdasaryan et al., AISTATS 2020, Eq. 3)."""
 
     trains: ClassVar[bool] = True
     kind: Literal["model-replacement"] = "model-replacement"
@@ -251,10 +265,10 @@ class ModelReplacement(Forgery):
 
 
 class Sybils(Forgery):
-    """All attackers send the same vector: the negative of the model that the first attacker received.
+    """Sybil attack in which all attackers send the same vector, the negative of the model that the first one received.
 
-    Because their directions are equal, they dominate the quantile of an attention mixer, which turns collaboration off.
-    ``personalized_aggregation.copies`` counts equal models as one client.
+    Since their directions are equal, they dominate the quantile in an attention mixer, so that honest clients no longer
+    collaborate. As a defense, ``personalized_aggregation.copies`` counts equal models as a single client.
     """
 
     kind: Literal["sybils"] = "sybils"
@@ -268,9 +282,9 @@ class Sybils(Forgery):
 
 
 class ALIE(Forgery):
-    """A little is enough: mean + z std of the honest rows, per coordinate (Baruch et al., NeurIPS 2019, Algorithm 3).
+    """A little is enough: mean + z std of the honest rows per coordinate (Baruch et al., NeurIPS 2019, Algorithm 3).
 
-    z is the largest value for which, among m clients with b attackers, s = m // 2 + 1 - b honest rows are likely to be
+    Among m clients with b attackers, z is the largest value for which s = m // 2 + 1 - b honest rows are likely to be
     farther from the mean: Phi(z) = (m - b - s) / (m - b), and z = 0 if this probability is below 1/2.
     """
 
@@ -284,7 +298,7 @@ class ALIE(Forgery):
         return (rows.mean(0) + self.deviations(m, len(base)) * _std(rows)).expand_as(base).clone()
 
     def deviations(self, m: int, b: int) -> float:
-        """Return z for m clients, b of which are attackers."""
+        """Return z for m clients that include b attackers."""
         if self.z is not None:
             return self.z
         h = m - b
@@ -293,7 +307,7 @@ class ALIE(Forgery):
 
 
 class IPM(Forgery):
-    """Inner product manipulation: x - epsilon mean(w_i - x), over the honest w_i (Xie et al., UAI 2019, section 3)."""
+    """Inner product manipulation: x - epsilon mean(w_i - x) over honest w_i (Xie et al., UAI 2019, section 3)."""
 
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
@@ -307,10 +321,10 @@ class IPM(Forgery):
 
 
 class MinMax(Forgery):
-    """mean - gamma p, which is no farther from any honest row than two honest rows are from each other.
+    """mean - gamma p, whose distance to every honest row is at most the largest distance between honest rows.
 
-    (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7. Here, gamma is the root of a quadratic for each honest row, while the
-    paper searches for it.)
+    (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7. Here, gamma is computed from the root of a quadratic for each honest
+    row, while the paper searches for it.)
     """
 
     sees_honest: ClassVar[bool] = True
@@ -333,11 +347,11 @@ class MinMax(Forgery):
 
 
 class Mimic(Forgery):
-    """All attackers send a copy of one honest row (Karimireddy, He and Jaggi, ICLR 2022, section 3.2 and appendix B).
+    """Copies of one honest row from all attackers (Karimireddy, He and Jaggi, ICLR 2022, section 3.2 and appendix B).
 
-    They copy the row that lies farthest along the direction in which the honest rows have the largest variance. The
-    paper determines this direction over several rounds and then always copies the same client. Here, the direction is
-    computed in each round.
+    The attackers copy the row that lies farthest along the direction in which the honest rows vary most. In the paper,
+    this direction is estimated over several rounds, and the same client is always copied afterwards. Here, the
+    direction is computed again in each round.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -353,9 +367,10 @@ class Mimic(Forgery):
 
 
 class ForgedDirection(Forgery):
-    """All attackers send a long vector in the direction of the first honest model of the round.
+    """Long vector in the direction of the round's first honest model, which all attackers send.
 
-    Cosines ignore lengths, so a mixer that compares directions includes this vector in that client's mixture.
+    Cosines do not depend on the length, so a mixer that compares directions includes this vector in the mixture for
+    that client.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -373,11 +388,11 @@ class ForgedDirection(Forgery):
 
 
 class ForgedActivations(Attack):
-    """Attackers train honestly, but send long vectors as the activations that determine clusters.
+    """Attack in which clients train honestly, but send long vectors as the activations that determine clusters.
 
-    Equitable-FL weights all clusters equally (Eq. 7), so a cluster of attackers determines 1/C of the model. Attackers
-    that send equal vectors form one cluster together. Attackers that send different vectors form separate clusters, up
-    to the number of clusters.
+    Equitable-FL gives all clusters the same weight (Eq. 7), so a cluster of attackers determines 1/C of the model if
+    there are C clusters. Attackers that send equal vectors form a single cluster. Attackers that send different vectors
+    form separate clusters, up to the maximum number of clusters.
     """
 
     kind: Literal["forged-activations"] = "forged-activations"
@@ -419,22 +434,22 @@ ATTACKS: dict[str, type[Attack]] = {
     "forged-direction": ForgedDirection,
     "forged-activations": ForgedActivations,
 }
-"""Attacks by kind."""
+"""Attacks, keyed by kind."""
 
 
 def _normal(like: Tensor, variance: float, gens: Sequence[Generator]) -> Tensor:
-    """Return samples [b, k] from N(0, variance), with one generator per row."""
+    """Return samples [b, k] from N(0, variance), drawn by a separate generator for each row."""
     rows = [torch.randn(like.shape[1], generator=gen, dtype=like.dtype) for gen in gens]
     return torch.stack(rows).to(like.device) * float(variance**0.5)
 
 
 def _std(rows: Tensor) -> Tensor:
-    """Return the sample standard deviation [d] of rows [h, d], which is 0 for a single row."""
+    """Return the sample standard deviation [d] of rows [h, d], or 0 if there is a single row."""
     return rows.std(0) if len(rows) > 1 else torch.zeros_like(rows[0])
 
 
 def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
-    """Return the number that a trigger writes into a column: the code of a level, or the number itself."""
+    """Return the number that a trigger writes into a column, which is the code of a level or the given number."""
     if levels:
         return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):
@@ -443,7 +458,7 @@ def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
 
 
 def _numbered(names: Iterable[str]) -> dict[str, int]:
-    """Return the position of each name."""
+    """Return the positions of the names."""
     return {name: place for place, name in enumerate(names)}
 
 

@@ -1,10 +1,11 @@
-"""Channels: transformations that a client applies to its concatenated differences before it sends them.
+"""Channels, which transform a client's differences (concatenated to one vector) before they are sent.
 
-``CHANNELS`` by kind.
+``CHANNELS`` lists the channels by kind.
 
-Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2): the client keeps the part
-that the channel C did not send, e <- x + e - C(x + e), and adds this part to its next difference. Nothing is lost: over
-T rounds, sum C = sum x - e_T. The state is e, of shape [m, D]. It stays at the client.
+Error feedback (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Algorithm 2) works as follows: the client
+stores the part that the channel C did not send, e <- x + e - C(x + e), and adds this part to its next difference x.
+Nothing is lost in this way: over T rounds, sum C = sum x - e_T. The state e has the shape [m, D]. It stays on the
+client.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from fedloom.values import Value
 
 
 class Channel(Value, ABC):
-    """Transformation of rows [m, D] that acts on each row separately."""
+    """Transformation of rows [m, D] that processes each row separately."""
 
     encoding: ClassVar[fields.Kind] = "dense"
-    """Encoding in which the channel's output is sent."""
+    """Encoding in which the output of the channel is sent."""
     remembers: ClassVar[bool] = False
-    """The field `error_feedback` turns error feedback on, if the channel supports it."""
+    """True if the channel supports error feedback, which its option `error_feedback` turns on."""
 
     def init(self, D: int, dtype: torch.dtype) -> Tensor | None:
-        """Return the state row ``[D]`` of a new client, or None if the channel is stateless."""
+        """Return the initial state ``[D]`` of a client, or None if the channel is stateless."""
         return torch.zeros(D, dtype=dtype) if getattr(self, "error_feedback", False) else None
 
     def field(self, D: int, dtype: torch.dtype) -> fields.Field:
-        """Return the message field for a row that the channel has transformed."""
+        """Return the format of the message field that contains a transformed row."""
         return fields.Field((D,), dtype, self.encoding, levels=getattr(self, "levels", 1))
 
     def apply(self, state: Tensor | None, diff: Tensor, gens: Sequence[Generator]) -> tuple[Tensor, Tensor | None]:
         """Transform differences before they are sent. Return the transformed differences and the new state.
 
         Args:
-            state: state [m, D] of the clients, or None (see `init`).
-            diff: differences [m, D], with all fields of a client side by side.
-            gens: m generators, one per client.
+            state: states of the clients [m, D], or None (see `init`).
+            diff: differences [m, D], in which all fields of a client are concatenated.
+            gens: one random generator for each of the m clients.
 
         Returns:
             The transformed differences [m, D] and the new state.
@@ -59,7 +60,7 @@ class Channel(Value, ABC):
 
     @abstractmethod
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        """Return C(x), the channel without error feedback."""
+        """Return C(x), the output of the channel without error feedback."""
 
 
 class Clip(Channel):
@@ -75,10 +76,10 @@ class Clip(Channel):
 class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
-    If a delta is given, the run records epsilon for the client with the most uploads (`fedloom.engine.privacy`). Every
-    client adds its own noise. This is local differential privacy, which costs much more accuracy than adding noise to a
-    sum. A simulation draws the noise from seeded generators, so the noise protects no client. A deployment draws its
-    own noise (`fedloom_sites.deploy.noise`), accounted for by Renyi divergences.
+    If a delta is given, the run records epsilon for the client with the most uploads (see `fedloom.engine.privacy`).
+    Every client adds its own noise. This provides local differential privacy, but costs much more accuracy than adding
+    noise to a sum. A simulation draws the noise from seeded generators, so it protects no client. A deployment draws
+    unpredictable noise (`fedloom_sites.deploy.noise`) and accounts for it by Renyi divergences.
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
@@ -107,11 +108,11 @@ class GaussianNoise(Channel):
 
 
 class TopK(Channel):
-    """The k coordinates with the largest absolute values.
+    """Sparsification that keeps the k coordinates with the largest absolute values.
 
-    All others are set to 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+    All other coordinates are set to 0 (Stich et al., NeurIPS 2018, Definition 2.2).
 
-    A contraction: ||x - C(x)||^2 <= (1 - k / D) ||x||^2.
+    The channel is a contraction: ||x - C(x)||^2 <= (1 - k / D) ||x||^2.
     """
 
     encoding: ClassVar[fields.Kind] = "sparse"
@@ -128,11 +129,13 @@ class TopK(Channel):
 
 
 class RandomK(Channel):
-    """k coordinates drawn without replacement. All others are set to 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+    """Sparsification that keeps k random coordinates, drawn without replacement.
 
-    Without error feedback, the coordinates are scaled by D / k, which makes the channel unbiased: E ||C(x) - x||^2 = (D
-    / k - 1) ||x||^2. With error feedback, they are not scaled, so the channel is a contraction: E ||x - C(x)||^2 = (1 -
-    k / D) ||x||^2.
+    All other coordinates are set to 0 (Stich et al., NeurIPS 2018, Definition 2.2).
+
+    Without error feedback, the kept coordinates are multiplied by D / k, which makes the channel unbiased: E ||C(x) -
+    x||^2 = (D / k - 1) ||x||^2. With error feedback, they are not multiplied, which makes the channel a contraction: E
+    ||x - C(x)||^2 = (1 - k / D) ||x||^2.
     """
 
     encoding: ClassVar[fields.Kind] = "sparse"
@@ -151,10 +154,10 @@ class RandomK(Channel):
 
 
 class QSGD(Channel):
-    """Each |x_j| / scale, randomly rounded to one of its two neighbors in {0, 1 / s, ..., 1}, without bias.
+    """Quantization that rounds each |x_j| / scale at random, without bias, to a neighbor in {0, 1 / s, ..., 1}.
 
     (Alistarh et al., NeurIPS 2017, section 3.1. The scale is max|x|, as in their experiments, instead of ||x||_2, so
-    the variance is smaller.) E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
+    the variance is smaller.) It satisfies E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
     """
 
     encoding: ClassVar[fields.Kind] = "levels"
@@ -178,9 +181,9 @@ class QSGD(Channel):
 
 
 class Sign(Channel):
-    """mean|x| sign(x), with sign(0) = 1 (Karimireddy et al., ICML 2019, Algorithm 1: EF-signSGD).
+    """Quantization to mean|x| sign(x), with sign(0) = 1 (EF-signSGD: Karimireddy et al., ICML 2019, Algorithm 1).
 
-    A contraction: ||x - C(x)||^2 = (1 - ||x||_1^2 / (D ||x||_2^2)) ||x||^2.
+    The channel is a contraction: ||x - C(x)||^2 = (1 - ||x||_1^2 / (D ||x||_2^2)) ||x||^2.
     """
 
     encoding: ClassVar[fields.Kind] = "sign"
@@ -200,11 +203,11 @@ CHANNELS: dict[str, type[Channel]] = {
     "qsgd": QSGD,
     "sign": Sign,
 }
-"""Channels by kind."""
+"""Channels, keyed by kind."""
 
 
 def _each(gens: Sequence[Generator], draw: Callable[[Generator], Tensor], like: Tensor) -> Tensor:
-    """Return samples [m, .] from the clients' own generators."""
+    """Return random values [m, .] drawn by the clients' own generators."""
     return torch.stack([draw(gen) for gen in gens]).to(like.device)
 
 

@@ -1,4 +1,4 @@
-"""Part of a round's context that rules on rows may read. It is contained in the server's context."""
+"""Context of a round that functions of rows may read. It is a part of the server's context."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Cohort(Protocol):
-    """The accepted cohort of a round."""
+    """Cohort of a round whose uploads were accepted."""
 
     @property
     def ids(self) -> Tensor:
-        """Client ids [m], in the order of the rows."""
+        """Client ids [m] in the order of the rows."""
         ...
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return the server's generator for this round and a purpose."""
+        """Return the server's random generator for a purpose in this round."""
         ...

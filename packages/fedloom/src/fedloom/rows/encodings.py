@@ -1,6 +1,7 @@
-"""Encodings: convert the numbers of one message field to bytes, and compute the length without converting.
+"""Encodings, which convert the numbers in a message field to bytes and can compute the length without doing so.
 
-All numbers are little-endian. `n` is the number of transmitted scalars, and `item` is the number of bytes per scalar.
+All numbers are little-endian. In the table, `n` is the number of transmitted scalars, and `item` is the number of bytes
+per scalar.
 
 | encoding | payload                                                              | bytes                       |
 |----------|----------------------------------------------------------------------|-----------------------------|
@@ -10,7 +11,7 @@ All numbers are little-endian. `n` is the number of transmitted scalars, and `it
 | levels   | the scale max|x|, then n integers of ceil(log2(2 levels + 1)) bits   | item + ceil(n bits / 8)     |
 | sign     | the scale max|x|, then n signs of one bit                            | item + ceil(n / 8)          |
 
-A field that may be sparse or of low rank is sent dense if the dense form is not longer.
+If the dense form of a sparse or low-rank field is not longer, the field is sent in dense form.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ FULL_WORD = 0xFFFFFFFF  # in place of a rank: this matrix is written as it is
 
 
 class Encoding(Protocol):
-    """A way of writing the transmitted scalars x [n] of a field."""
+    """Method of encoding the transmitted scalars x [n] of a field."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the payload bytes for rows [..., n]: a single number if it is the same for all rows, else [...]."""
+        """Return the payload bytes for rows [..., n], as one number if all rows have the same size, else as [...]."""
         ...
 
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
@@ -48,7 +49,7 @@ class Encoding(Protocol):
         ...
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
-        """Decode the row ``[n]`` from a payload whose length is admissible."""
+        """Decode a row ``[n]`` from a payload whose length has been checked."""
         ...
 
 
@@ -58,12 +59,15 @@ def raw(x: Tensor) -> bytes:
 
 
 def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """Copy bytes into a new tensor allocated by torch. The number of bytes must be a multiple of the item size."""
+    """Copy bytes into a new tensor whose memory PyTorch allocates.
+
+    The number of bytes must be a multiple of the item size.
+    """
     return torch.frombuffer(bytearray(payload), dtype=dtype).clone() if len(payload) else torch.empty(0, dtype=dtype)
 
 
 class _Dense:
-    """All values."""
+    """Encoding that sends all values of a field."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int:
         return field.n * field.item
@@ -82,7 +86,7 @@ class _Dense:
 
 
 class _Sparse:
-    """Nonzero values and their indices."""
+    """Encoding as nonzero values and their indices."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor:
         return torch.count_nonzero(x, -1) * (field.item + field.index.itemsize)
@@ -107,7 +111,10 @@ class _Sparse:
 
 
 class _LowRank:
-    """Two factors per matrix, if the factors are smaller than the matrix. All other parameters are sent unchanged."""
+    """Encoding as two factors per matrix if the factors are smaller than the matrix.
+
+    All other parameters are sent unchanged.
+    """
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor | int:
         return 4 * len(field.matrices) + field.item * self._scalars(field, x, ranks)
@@ -179,7 +186,7 @@ class _LowRank:
 
 
 class _Packed:
-    """A scale and integers of a few bits: the grid of `levels`, or only signs."""
+    """Encoding as a scale and integers of a few bits, which are quantization levels or signs."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int:
         return field.item + -(-field.n * field.bits // 8)
@@ -221,7 +228,7 @@ class _Packed:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return the tensor as float32 or wider, which LAPACK needs."""
+    """Return the tensor in float32 or a wider type, as LAPACK requires."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

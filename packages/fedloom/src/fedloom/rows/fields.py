@@ -1,4 +1,4 @@
-"""Fields: the values that a message may contain under a name."""
+"""Fields of messages: named values and their format."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from fedloom.rows.layout import Layout
 
 Kind = Literal["dense", "sparse", "lowrank", "levels", "sign"]
 Ranks = Mapping[str, int | Tensor]
-"""Rank of each matrix in a layout: a number, or one number per row [m]."""
+"""Rank of each matrix in a layout, as one number or as one number per row [m]."""
 
 FIELD_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """Format of a value in a message. Sender and receiver must agree on it.
+    """Format of one value in a message. Sender and receiver must use the same format.
 
     Attributes:
-        shape: shape of one client's value: (d,) for a model, (1,) for a scalar.
+        shape: shape of one client's value, such as (d,) for a model or (1,) for a scalar.
         dtype: one of float64, float32, float16, bfloat16, int64.
-        encoding: shortest allowed form. The forms are listed in the table in `fedloom.rows.encodings`.
-        mask: bool tensor of the same shape: only the marked scalars are sent, and the receiver uses its own values for
+        encoding: most compact form in which the value may be sent. The forms are listed in the table in
+            `fedloom.rows.encodings`.
+        mask: bool tensor of the same shape. Only the marked scalars are sent, and the receiver uses its own values for
             the others.
-        levels: L of the grid {-L..L} scale / L in the encoding "levels".
-        layout: layout of the matrices in the encoding "lowrank".
+        levels: number L of positive levels on the grid {-L..L} scale / L, in the encoding "levels".
+        layout: layout that defines the matrices, in the encoding "lowrank".
 
     Raises:
-        ConfigError: the combination cannot be encoded.
+        ConfigError: the combination of arguments cannot be encoded.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +66,7 @@ class Field:
 
     @cached_property
     def n(self) -> int:
-        """Scalars that travel."""
+        """Number of scalars that are sent."""
         return prod(self.shape) if self.mask is None else int(self.mask.sum())
 
     @property
@@ -75,7 +76,7 @@ class Field:
 
     @property
     def index(self) -> torch.dtype:
-        """Data type of an index."""
+        """Data type of indices."""
         return torch.int32 if self.n < 2**31 else torch.int64
 
     @property
@@ -90,6 +91,6 @@ class Field:
         return self.layout.matrix_shapes
 
     def travelling(self, rows: Tensor) -> Tensor:
-        """Return the transmitted scalars ``[..., n]`` of values ``[..., *shape]``."""
+        """Return the scalars ``[..., n]`` that are sent for values ``[..., *shape]``."""
         flat = rows.reshape((*rows.shape[: rows.dim() - len(self.shape)], prod(self.shape)))
         return flat if self.mask is None else flat[..., self.mask.reshape(-1)]

@@ -1,4 +1,7 @@
-"""Layout: the only class that knows the shapes of an `nn.Module`. Everywhere else, a model is a row in R^d."""
+"""Layout, the only class that knows the shapes of the parameters in an `nn.Module`.
+
+Everywhere else, a model is a vector in R^d.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
 class Layout:
     """Names, shapes and offsets of the parameters of a model, in the order of `named_parameters()`.
 
-    A layout is a value: it can be compared, hashed and pickled, and does not refer to a module. `names`, `shapes` and
-        `offsets` have one
-    entry per parameter. Parameter k is `row[offsets[k] : offsets[k] + numel]`. `d` is the number of scalars.
+    A layout is a value: it can be compared, hashed and pickled, and holds no reference to a module. `names`, `shapes`
+    and `offsets` have one entry per parameter. Parameter k is the slice `row[offsets[k] : offsets[k] + numel]`. `d` is
+    the total number of scalars.
 
     Raises:
         LayoutError: there are no parameters, a name occurs twice, or the numbers of names and shapes differ.
@@ -54,11 +57,11 @@ class Layout:
 
     @classmethod
     def create(cls, module: nn.Module) -> Layout:
-        """Return the layout of the trainable parameters, which are the parameters with ``requires_grad``.
+        """Return the layout of the trainable parameters of a module (those with ``requires_grad``).
 
-        Tied parameters count once.
+        Tied parameters are included once.
 
-        Frozen parameters and buffers are not part of a row: the module stores them once.
+        Frozen parameters and buffers are not part of a row, because the module itself holds them.
 
         Raises:
             LayoutError: no parameter is trainable.
@@ -73,19 +76,19 @@ class Layout:
 
     @classmethod
     def create_from_shapes(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
-        """Return the layout for named shapes, e.g. ``{"weight": (10, 784), "bias": (10,)}``."""
+        """Return the layout for named shapes, such as ``{"weight": (10, 784), "bias": (10,)}``."""
         return cls(tuple(shapes), tuple(Size(shape) for shape in shapes.values()))
 
     # ------------------------------------------------------------------------------------------------ module <-> row
 
     def vector(self, module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the module's trainable parameters as a new row [d], without gradient."""
+        """Return the module's trainable parameters as a new row [d] without a gradient."""
         row = torch.cat([p.detach().reshape(-1) for p in self._parameters(module)])
         return row if dtype is None else row.to(dtype)
 
     @torch.no_grad()
     def load(self, module: nn.Module, row: Tensor) -> None:
-        """Copy a row [d] into the parameters of the module."""
+        """Copy a row [d] into the parameters of a module."""
         for p, value in zip(self._parameters(module), self.tree(row).values(), strict=True):
             p.copy_(value)
 
@@ -99,14 +102,17 @@ class Layout:
     # -------------------------------------------------------------------------------------------------- row <-> tree
 
     def tree(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return views {name: ``[..., *shape]``} of rows ``[..., d]``. Nothing is copied, whatever the strides are."""
+        """Return parameters {name: ``[..., *shape]``} as views of rows ``[..., d]``.
+
+        Nothing is copied, regardless of the strides.
+        """
         self.check(rows)
         lead = rows.shape[:-1]
         parts = torch.split(rows, self._sizes, dim=-1)
         return {name: part.view(lead + shape) for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}
 
     def flatten(self, tree: Mapping[str, Tensor]) -> Tensor:
-        """Join named tensors ``[..., *shape]`` into new rows ``[..., d]``. This function is the inverse of `tree`."""
+        """Concatenate named tensors ``[..., *shape]`` to new rows ``[..., d]``. This is the inverse of `tree`."""
         if set(tree) != set(self.names):
             raise LayoutError(f"flatten needs the parameters {list(self.names)}, got {list(tree)}")
         first = tree[self.names[0]].shape
@@ -121,7 +127,7 @@ class Layout:
         )
 
     def check(self, rows: Tensor) -> None:
-        """Raise if the rows belong to a different model.
+        """Raise an error if the rows do not fit this model.
 
         Raises:
             LayoutError: the last dimension of the rows is not d.
@@ -134,13 +140,13 @@ class Layout:
         return [shape.numel() for shape in self.shapes]
 
     def mask(self, *prefixes: str) -> Tensor:
-        """Return a bool mask [d] of the parameters that match the prefixes, e.g. ``mask("fc2", "body.0")``.
+        """Return a bool mask [d] of the parameters that match any of the prefixes, e.g. ``mask("fc2", "body.0")``.
 
-        A prefix that is the dotted name of a module or parameter matches only this module or parameter ("fc1" does not
-        match "fc10"). Any other prefix matches every parameter whose name starts with it.
+        If a prefix is the dotted name of a module or parameter, it matches only this module or parameter ("fc1" does
+        not match "fc10"). Any other prefix matches every parameter whose name starts with it.
 
         Raises:
-            LayoutError: no parameter matches a prefix. The message suggests the nearest match.
+            LayoutError: a prefix matches no parameter. The message suggests the most similar name.
         """
         chosen: set[str] = set()
         for prefix in prefixes:
@@ -160,7 +166,7 @@ class Layout:
 
     @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return {name: (r, c)} with the matrix shape of every parameter with at least two dimensions."""
+        """Shapes {name: (r, c)} of the matrix views of all parameters with at least two dimensions."""
         return {
             name: (s[0] * prod(s[2:3]), s[1] * prod(s[3:]))
             for name, s in zip(self.names, self.shapes, strict=True)
@@ -168,10 +174,11 @@ class Layout:
         }
 
     def matrices(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the matrix view [..., r, c] of each parameter with at least two dimensions, from rows [..., d].
+        """Return the matrix views [..., r, c] of all parameters with at least two dimensions in rows [..., d].
 
-        The view of a linear weight [o, i] is the weight itself. The view of a convolution [o, i, k, l] is [o*k, i*l],
-        computed with swapaxes(1, 2) (FedSLR, section 3). Parameters with fewer than two dimensions have no matrix view.
+        For a weight [o, i] of a linear layer, the view is the weight itself. For a weight [o, i, k, l] of a
+        convolution, the view has the shape [o*k, i*l] and is computed with swapaxes(1, 2) (FedSLR, section 3).
+        Parameters with fewer dimensions have no matrix view.
         """
         tree, lead = self.tree(rows), rows.shape[:-1]
         return {
@@ -179,15 +186,18 @@ class Layout:
         }
 
     def ranks(self, x: Tensor) -> Tensor:
-        """Return the numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`.
+        """Return the numerical ranks (int64) of the matrices in ``x [d]``, in the order of `matrix_shapes`.
 
-        A rank is full if the matrix is not finite.
+        A matrix with values that are not finite has full rank.
         """
         matrix_ranks = [ranks(w) for w in self.matrices(x).values()]
         return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)
 
     def replace_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Return new rows ``[..., d]`` in which the given matrices are replaced. Other parameters stay unchanged."""
+        """Return new rows ``[..., d]`` in which the given matrices have been replaced.
+
+        Other parameters stay unchanged.
+        """
         if extra := set(matrices) - set(self.matrix_shapes):
             raise LayoutError(f"no matrix {sorted(extra)[0]!r}; {nearest(sorted(extra)[0], self.matrix_shapes)}")
         shapes, lead = dict(zip(self.names, self.shapes, strict=True)), rows.shape[:-1]
@@ -203,19 +213,22 @@ class Layout:
         return self.flatten(self.tree(rows) | back)
 
     def _swap(self, name: str, value: Tensor) -> Tensor:
-        """Swap the axes [..., o, i, k, *] <-> [..., o, k, i, *] of a convolution. A matrix is returned unchanged."""
+        """Swap the axes [..., o, i, k, *] <-> [..., o, k, i, *] of a convolution weight.
+
+        The weight of a linear layer is returned unchanged.
+        """
         s = self.shapes[self.names.index(name)]
         return value if len(s) == 2 else value.swapaxes(1 - len(s), 2 - len(s))
 
     # -------------------------------------------------------------------------------------------------------- header
 
     def header(self) -> dict[str, str]:
-        """Return the layout as strings for the metadata of a safetensors file."""
+        """Return the layout as a dict of strings for the metadata of a safetensors file."""
         return {"layout": json.dumps([[n, list(s)] for n, s in zip(self.names, self.shapes, strict=True)])}
 
     @classmethod
     def read_header(cls, header: Mapping[str, str]) -> Layout:
-        """Read the layout from the strings that `header()` returns.
+        """Read a layout from the dict that `header` returned.
 
         Raises:
             LayoutError: the header is missing or damaged.
@@ -233,10 +246,10 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that identify the layout."""
+        """Fingerprint of the layout, as 16 hexadecimal digits."""
         return blake2b(self.header()["layout"].encode(), digest_size=8).hexdigest()
 
 
 def trainable(module: nn.Module) -> dict[str, Tensor]:
-    """Return the trainable parameters of a module by name."""
+    """Return the trainable parameters of a module, keyed by name."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -1,4 +1,7 @@
-"""Masks for parts of a model: head and body, normalization layers, sparse layers. They depend only on the layout."""
+"""Masks of parts of a model: head and body, normalization layers, sparse layers.
+
+The masks depend only on the layout.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,12 @@ from fedloom.rows.layout import Layout
 
 
 def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Return a bool mask ``[d]`` of the parameters that match the prefixes.
+    """Return a bool mask ``[d]`` of the parameters that match the prefixes, by default those of the head.
 
-    By default, these are the parameters of the last layer that has a matrix, including its bias.
+    The head is the last layer with a matrix, including its bias.
 
     Raises:
-        LayoutError: no prefix is given, and no parameter has two dimensions.
-        LayoutError: no parameter matches a prefix.
+        LayoutError: no prefix is given and no parameter has two dimensions, or a prefix matches no parameter.
     """
     if prefixes:
         return layout.mask(*prefixes)
@@ -32,7 +34,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """Return a sentence that names the resulting method if the head ``[d]`` is the whole model, else None."""
+    """Return a note that ``method`` reduces to ``equal`` if the head ``[d]`` is the whole model, or else no note."""
     sentence = (
         f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
         "layer, or name a smaller head"
@@ -41,15 +43,15 @@ def undivided(method: str, head: Tensor, equal: str) -> list[str]:
 
 
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
-    """Return a bool mask ``[d]`` of the parameters that match the prefixes.
+    """Return a bool mask ``[d]`` of parameters that match the prefixes, by default those of normalization layers.
 
-    By default, these are the weights and biases of the normalization layers.
+    Both the weights and the biases of these layers are included.
 
-    In a normalization layer, the weight has fewer than two dimensions, or the shape of the bias. A model may have no
-    normalization layers.
+    A layer is a normalization layer if its weight has fewer than two dimensions or the same shape as its bias. If the
+    model has no such layer, the mask is False everywhere.
 
     Raises:
-        LayoutError: no parameter matches a prefix.
+        LayoutError: a prefix matches no parameter.
     """
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     layers = {
@@ -62,9 +64,9 @@ def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def spans(mask: Tensor) -> list[slice]:
-    """Return the runs of consecutive True values in a bool mask ``[d]``.
+    """Return the ranges of consecutive True values in a bool mask ``[d]``.
 
-    A part consists of few runs, so slicing costs less than masking.
+    A part of a model consists of few ranges, so slicing is cheaper than indexing with a mask.
     """
     edge = torch.zeros(1, dtype=torch.int8, device=mask.device)
     edges = torch.diff(mask.to(torch.int8), prepend=edge, append=edge).nonzero()[:, 0].tolist()
@@ -72,7 +74,7 @@ def spans(mask: Tensor) -> list[slice]:
 
 
 def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
-    """Return ``x [d]`` or ``[m, d]`` as ``[m, d]``, with the coordinates in ``mask [d]`` from ``personal [m, k]``."""
+    """Return models ``[m, d]`` with ``personal [m, k]`` at the coordinates in ``mask [d]``, and ``x`` elsewhere."""
     models = x.expand(len(personal), -1).clone()
     runs = spans(mask)
     for run, values in zip(runs, personal.split([run.stop - run.start for run in runs], -1), strict=True):
@@ -81,9 +83,9 @@ def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
 
 
 def part(models: Tensor, mask: Tensor) -> Tensor:
-    """Select the ``k`` coordinates in ``mask [d]`` from models ``[m, d]``, as ``[m, k]``.
+    """Return the ``k`` coordinates in ``mask [d]`` of models ``[m, d]``, as ``[m, k]``.
 
-    `joined` is the inverse function.
+    The inverse is `joined`.
     """
     return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
 
@@ -102,7 +104,7 @@ def matrices(layout: Layout) -> Tensor:
 
 
 def erdos_renyi_kernel(layout: Layout, density: float) -> Tensor:
-    """Return the number of scalars that each matrix keeps, int64 ``[matrices]``, for a total share ``density``.
+    """Return the number of scalars to keep in each matrix, int64 ``[matrices]``, for a total fraction ``density``.
 
     The density of a layer is proportional to the sum of its dimensions divided by their product, but at most 1 (Evci et
     al. 2020, "Rigging the Lottery", Sec. 3).
@@ -120,7 +122,7 @@ def erdos_renyi_kernel(layout: Layout, density: float) -> Tensor:
 
 
 def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
-    """Mask the ``count [matrices]`` smallest scores ``[..., d]`` in each matrix, as bool ``[..., d]``."""
+    """Return a bool mask ``[..., d]`` of the ``count [matrices]`` smallest scores ``[..., d]`` in each matrix."""
     chosen = torch.zeros_like(score, dtype=torch.bool)
     places = {name: (o, s.numel()) for name, o, s in zip(layout.names, layout.offsets, layout.shapes, strict=True)}
     for name, k in zip(layout.matrix_shapes, count.tolist(), strict=True):
@@ -130,7 +132,7 @@ def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
 
 
 def _choose_smallest(score: Tensor, k: int, chosen: Tensor) -> None:
-    """Set ``chosen [..., s]`` at the k smallest values of ``score [..., s]``."""
+    """Set ``chosen [..., s]`` to True at the k smallest values of ``score [..., s]``."""
     if k > 0 and score.device.type == "cpu":  # NumPy's selection has vector instructions; all that ties is too many
         kth = torch.from_numpy(np.partition(score.numpy(), k - 1)[..., k - 1 : k])
         torch.le(score, kth, out=chosen)

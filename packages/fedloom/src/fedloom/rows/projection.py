@@ -1,4 +1,4 @@
-"""Projection: a fixed random linear map to a space with few dimensions, determined by a key."""
+"""Fixed random linear projection to a space with few dimensions, which is determined by a key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.seeds import generator
 
 
 class Projection(NamedTuple):
-    """Matrix P ``[k, d]``, or the identity."""
+    """Linear projection with a matrix P ``[k, d]``, or the identity."""
 
     matrix: Tensor | None
 
@@ -28,18 +28,18 @@ class Projection(NamedTuple):
 
 
 def new_key(gen: torch.Generator) -> Tensor:
-    """Return int64 ``[2]``: 128 bits that identify a random projection."""
+    """Return a new key of 128 bits for a random projection, as int64 ``[2]``."""
     return torch.randint(256, (16,), generator=gen, dtype=torch.uint8).view(torch.int64)
 
 
 def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None = None) -> Projection:
-    """Return the projection for a key: Gaussian rows of length 1, or the identity if ``k`` is None.
+    """Return the projection for a key: Gaussian rows scaled to length 1, or the identity if ``k`` is None.
 
     Args:
-        key: of `new_key`.
-        k: number of dimensions of the subspace.
-        like: ``[..., d]``. The projection has the d, dtype and device of this tensor.
-        matrix: matrix ``[k, d]`` to use instead of the matrix drawn from the key.
+        key: key from `new_key`.
+        k: number of dimensions of the subspace, or None for the identity.
+        like: tensor ``[..., d]``. The projection has the dimension d, dtype and device of this tensor.
+        matrix: matrix ``[k, d]`` to use instead of one that is drawn from the key, or None.
 
     Raises:
         ConfigError: the matrix has the wrong shape, or a matrix is given although k is None.
@@ -59,6 +59,6 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
 
 @lru_cache(maxsize=1)
 def _matrix(key: tuple[int, ...], k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Successive callers share the drawn matrix. Never written to."""
+    """Draw the matrix for a key. The last one is cached. Since callers share it, the matrix must not be modified."""
     p = torch.randn(k, d, generator=generator(0, purpose=("projection", *key)), dtype=torch.float64)
     return (p / norm(p)).to(device, dtype)

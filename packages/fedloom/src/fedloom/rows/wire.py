@@ -1,10 +1,10 @@
-"""Message codec, which also computes the length of a message without building the message.
+"""Codec for messages, which can also compute the length of a message without creating it.
 
-A message contains the values of one client's named fields: a header (magic, version, number of fields, fingerprint of
-the layout, CRC-32 of everything that follows), one descriptor per field (name, type, encoding, shape, number of bytes
-of the payload), and then the payloads. Before it allocates memory, `decode` checks the header, the descriptors and
-every length against the agreed layout. Decoding therefore needs at most a small multiple of the memory of the agreed
-fields. It executes nothing.
+A message contains the values of one client's named fields. It consists of a header (magic, version, number of fields,
+fingerprint of the layout, CRC-32 of everything that follows), one descriptor per field (name, type, encoding, shape,
+number of bytes in the payload), and the payloads. Before `decode` allocates memory, it compares the header, the
+descriptors and all lengths with the agreed layout. Decoding therefore uses at most a small multiple of the memory of
+the agreed fields. It never executes code from a message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Codec:
     tensor([0, 0, 0])
 
     Raises:
-        ConfigError: a field name is empty or longer than 255 bytes, or factors belong to a different layout.
+        ConfigError: the name of a field is empty or longer than 255 bytes, or a low-rank field has a different layout.
     """
 
     layout: Layout
@@ -57,12 +57,12 @@ class Codec:
         """Encode the message of one client.
 
         Args:
-            values: values {name: [*shape]} of exactly the codec's fields, in their types.
-            ranks: ranks {field: {matrix: rank}} of low-rank fields. They are measured if not given.
+            values: values {name: [*shape]} of all fields of the codec, with the declared data types.
+            ranks: ranks {field: {matrix: rank}} of low-rank fields. They are computed if they are not given.
 
         Raises:
-            WireError: a value is missing, is unknown, or has the wrong shape or type. Also raised if a value is not on
-                the grid of its encoding.
+            WireError: a value is missing or unknown, has the wrong shape or type, or is not on the grid of its
+                encoding.
         """
         self._names(values)
         descriptors, payloads = [], []
@@ -86,15 +86,15 @@ class Codec:
     def decode(
         self, message: bytes | bytearray | memoryview, receiver: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
-        """Decode a message into values {name: ``[*shape]``}.
+        """Decode a message to values {name: ``[*shape]``}.
 
         Args:
-            message: any bytes.
-            receiver: receiver's own values of masked fields, for the entries that the message does not contain. Zeros
-                without them.
+            message: bytes that were received, which need not be a valid message.
+            receiver: the receiver's own values of masked fields, which fill in the entries that are not sent. If they
+                are not given, these entries are zero.
 
         Raises:
-            WireError: the bytes are not a message of this experiment. No other error is raised.
+            WireError: the bytes are not a message of this experiment. No other error can occur.
         """
         data = memoryview(message).cast("B")
         if len(data) < WIRE_HEADER.size:
@@ -133,15 +133,15 @@ class Codec:
         return values
 
     def length(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
-        """Return `len(encode(row))` of every row, without building a message: int64 [m].
+        """Return the length of the message for each row in bytes, int64 [m], without creating messages.
 
         Args:
-            values: values {name: [m, *shape] or [*shape]}. A field without rows is the same for all clients. m is 1 if
-                no field has rows.
-            ranks: ranks as for `encode`, each a number or [m].
+            values: values {name: [m, *shape] or [*shape]}. A value without the dimension m is the same for all clients,
+                and m is 1 if no value has this dimension.
+            ranks: ranks as in `encode`, each of which is a number or [m].
 
         Raises:
-            WireError: a value is missing, is unknown, or has the wrong shape.
+            WireError: a value is missing or unknown, or has the wrong shape.
         """
         return self._headers + self._sum(values, ranks, "size")
 
@@ -172,7 +172,7 @@ class Codec:
 
     @cached_property
     def _headers(self) -> int:
-        """Number of bytes in a message other than the payloads."""
+        """Number of bytes in a message besides the payloads."""
         return WIRE_HEADER.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
 
     @cached_property
@@ -190,9 +190,9 @@ class Codec:
         return head + bytes((FIELD_DTYPES.index(field.dtype), ENCODING_CODES[kind], len(field.shape))) + shape
 
     def _read(self, data: memoryview, at: int, name: str, field: Field) -> tuple[str, int, int]:
-        """Read the encoding and length of the field that is described at byte `at`.
+        """Read the encoding and the payload length of a field from its descriptor at byte `at`.
 
-        Return the position after the description too.
+        Also return the position after the descriptor.
         """
         for kind in dict.fromkeys((field.encoding, "dense")):
             if kind == "dense" and field.encoding in ("levels", "sign"):

@@ -1,7 +1,7 @@
-"""Amendments of an agreement within an experiment: a patch release of fedloom, and new keys of a site.
+"""Amendments of an agreement within an experiment: a patch release of fedloom, or new keys for a site.
 
-The experiment file is unchanged, and so is the fingerprint. Checkpoints, the state and models of the sites, and what
-sites remember about sums and budgets are therefore kept too. Every site approves an amendment by its digest (`take`).
+Neither the experiment file nor its fingerprint changes. Checkpoints, the sites' states and models, and what sites
+remember about sums and budgets are therefore kept. Every site approves an amendment by its digest (`take`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from fedloom_sites.deploy.ops.members import (
     member_of,
 )
 from fedloom_sites.deploy.ops.status import server_file
-from fedloom_sites.deploy.settings import Member, Server, Shared, read_server
+from fedloom_sites.deploy.setting_files import read_server
+from fedloom_sites.deploy.settings import Member, Server, Shared
 
 
 def upgrade(folder: Path) -> Change:
-    """Create and return an agreement of the same experiment on the installed patch release of fedloom.
+    """Create and return an agreement on the same experiment with the installed patch release of fedloom.
 
     Args:
         folder: folder of the deployment, or of its server. Only its subfolder ``changes/release-VERSION`` is written.
@@ -42,7 +43,7 @@ def upgrade(folder: Path) -> Change:
     Raises:
         ConfigError: the installed release is not a different patch release of the same version, or the change exists
             already.
-        RunDirError: a run or a secure session is under way.
+        RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))
     if not is_patch_of(__version__, server.version) or __version__ == server.version:
@@ -55,7 +56,9 @@ def upgrade(folder: Path) -> Change:
 
 
 def rotate(folder: Path, name: str) -> Change:
-    """Create new keys of a site, and return the agreement with them. The site's memory, state and number stay.
+    """Create new keys for a site, and return the agreement that contains them.
+
+    The site keeps its memory, state and number.
 
     Args:
         folder: folder of the deployment, or of its server. Only its subfolder ``changes/keys-NAME`` is written.
@@ -63,7 +66,7 @@ def rotate(folder: Path, name: str) -> Change:
 
     Raises:
         ConfigError: the site does not exist, or the change exists already.
-        RunDirError: a run or a secure session is under way.
+        RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))
     before = member_of(server, name)

@@ -58,7 +58,7 @@ def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> di
 def _is_end(line: Mapping[str, Any], name: str) -> bool:
     """Return True if a line of the log reports the end of an analysis.
 
-    In earlier versions the line contains the name of a regression.
+    In logs of earlier versions, the line contains the name of a regression.
     """
     what = str(line.get("what"))
     if what in ("analysis", "no result"):
@@ -66,8 +66,8 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
     return what == name or re.sub(r"^no (\S+) regression$", r"\1", what).lower() == name
 
 
-def words_of(state: Mapping[str, Any]) -> str:
-    """Return a description of the state of an analysis."""
+def describe_analysis(state: Mapping[str, Any]) -> str:
+    """Describe the state of an analysis in words."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"
     if state["state"] == "none":

@@ -1,4 +1,4 @@
-"""Checks of a site before it joins, for everything that would stop the site later. Each finding is a sentence."""
+"""Checks before a site joins, which find everything that would stop the site later. Each finding is a sentence."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 
 FLOWER_VERSIONS = ((1, 41), (1, 43))
-"""First version of Flower that works, and the first later version that is not known to work."""
+"""Minimum version of Flower that works, and the first later version that is not known to work."""
 COMPARED_PACKAGES = (
     *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
 )
 """Packages whose version `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
-"""Largest difference between a site's clock and the server's, because signatures of connections contain the time."""
+"""Maximum time by which a site's clock may be ahead of or behind the server's, because signatures of connections
+contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
@@ -55,13 +56,15 @@ CERTIFICATE_HINTS = {
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""Advice about a certificate from the right authority, by OpenSSL's error number."""
+"""Advice about a certificate from the right authority, keyed by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
     """Result of one check.
 
-    level: ok, note (worth knowing) or refused (the site cannot take part). sentence: the finding.
+    Attributes:
+        level: ok, note (worth knowing) or refused (the site cannot take part).
+        sentence: the finding.
     """
 
     level: Literal["ok", "note", "refused"]
@@ -72,7 +75,7 @@ Check = Callable[[Site], Iterator[Finding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
-    """Yield the findings of all checks before a site joins, ordered so that the first refusal is the one to fix first.
+    """Yield the findings of all checks of a site, ordered so that the first refusal is the one to fix first.
 
     Args:
         site: settings of the site.
@@ -119,7 +122,7 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which a result can depend: Python, and packages that train, mask, sign or transport."""
+    """Return the versions that can affect a result: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in COMPARED_PACKAGES:
         with suppress(PackageNotFoundError):
@@ -185,7 +188,7 @@ def _data(site: Site) -> Iterator[Finding]:
 
 
 def _memory(site: Site) -> Iterator[Finding]:
-    """Yield how many experiments on the site's data the site remembers under secure aggregation or an epsilon."""
+    """Yield a finding on how many earlier experiments on its data the site remembers, under masks or an epsilon."""
     if site.secure is None and site.epsilon is None:
         return
     check_data_name(site)
@@ -196,12 +199,13 @@ def _memory(site: Site) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{where}: no earlier experiment. If this site has sent sums of these data in another deployment, set "
-            "memory in both site.toml files to the same folder",
+            "memory in both site.toml files to the same folder, and add this folder to ReadWritePaths in the site's "
+            "systemd units",
         )
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Yield a warning if a site may have too much of the weight in a secure sum, under the agreement or beyond it."""
+    """Yield notes on whether one site may have too large a share of the weight in a secure sum."""
     if site.secure is None:
         return
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
@@ -328,10 +332,10 @@ def _server(site: Site) -> Iterator[Finding]:
 
 
 def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
-    """Yield a finding on whether the server admits the site's connection key.
+    """Yield a finding that states whether the server admits the site's connection key.
 
-    The request contains an interval between heartbeats that the server rejects for a registered key, so the request
-    changes nothing there.
+    The request contains a heartbeat interval that the server rejects for a registered key, so the request changes
+    nothing there.
     """
     from fedloom_sites.flwr_adapter import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,

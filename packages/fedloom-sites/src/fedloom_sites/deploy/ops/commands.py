@@ -1,4 +1,4 @@
-"""Filled-in files of `ops/`: command lines and environment of Flower's programs, units, proxy and instructions."""
+"""Filled-in templates from `ops/`: Flower's command lines and environment, units, proxy and instructions."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
 ANSWER_SECONDS = 90.0
-"""Number of seconds that the server, or a command to it, may take to answer."""
+"""Time in seconds that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
-"""Folder that contains the programs of this environment."""
+"""Folder that contains the programs of this Python environment."""
 
 
 def fill_template(template: str, **values: object) -> str:
-    """Return a file of `ops/` with its placeholders filled in."""
+    """Return a template from `ops/` with its placeholders filled in."""
     return Template((OPS_FOLDER / template).read_text()).substitute(values)
 
 
 def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER, **values: object) -> list[str]:
-    """Return a command line of `ops/commands.toml` as a list of words.
+    """Return a command line from `ops/commands.toml` as a list of words.
 
     Args:
         name: name of the command.
-        of: settings of the server or of a site. The fields of the settings fill in the placeholders.
+        of: settings of the server or of a site. Their fields fill in placeholders.
         programs: folder of Flower's programs.
         values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 
@@ -54,10 +54,10 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
 
 
 def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | None = None) -> dict[str, str]:
-    """Return the environment of a Flower process.
+    """Return the environment variables of a Flower process.
 
     Args:
-        home: folder of the process, for the app that it unpacks and, for the command line, the connection.
+        home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
         threads: number of threads of numerical libraries. None for the default of the libraries.
     """
@@ -67,7 +67,7 @@ def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | Non
 
 
 def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: object) -> dict[str, Any]:
-    """Run a command of `ops/commands.toml` with Flower's command line and return its answer.
+    """Run a command from `ops/commands.toml` with Flower's command line, and return its answer.
 
     Args:
         question: name of the command.
@@ -92,7 +92,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
 
 
 def profile(address: str, ca: Path) -> str:
-    """Return the `config.toml` with which Flower's command line reaches the server."""
+    """Return the `config.toml` that Flower's command line needs to reach the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 

@@ -1,6 +1,6 @@
 """The complete directory of a deployment, with a folder for the server and a folder for every site.
 
-Units, reverse proxy, app and instructions are filled-in files of `ops/`.
+Units, reverse proxy, app and instructions are filled-in templates from `ops/`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import versions
 from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command, environment, fill_template, profile
 from fedloom_sites.deploy.ops.plan import DeploymentPlan
-from fedloom_sites.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
+from fedloom_sites.deploy.setting_files import digest, placed, read_server, text_of
+from fedloom_sites.deploy.settings import Member, Secure, Server, Site
 
 APP_FOLDER = "app"
 CLI_FOLDER = "cli"
@@ -40,21 +41,22 @@ LOCAL_FOLDER = "local"
 SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
 """Files that only their owner may read."""
 WRITABLE_FOLDERS = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
-"""Folders that the processes of a party write to."""
+"""Folders that the processes of the server or of a site write to."""
 MEMORY_LIMITS = {"server": "40%", "site": "50%"}
-"""Memory limit of a unit, in systemd's notation. A percentage refers to the memory of the machine."""
+"""Memory limits for the units of the server and of a site, in systemd's notation. A percentage refers to the memory of
+the machine."""
 DEFAULT_HOME = Path("/srv/fedloom")
 """Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Number of days for which the authority is valid: the sites have its certificate, so it should outlive the server's
-certificate."""
+"""Number of days for which the authority is valid. It should outlive the server's certificate, because the sites have
+the authority's certificate."""
 
 Files = dict[str, str | bytes]
 """Contents by path."""
 
 
 def _plain(path: Path) -> Path:
-    """Return a path, and raise if it contains characters that units, reverse proxy or instructions would change."""
+    """Check that a path is safe to use in units, reverse proxy and instructions, and return it."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(
             f"must begin with / and contain only letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}"
@@ -66,7 +68,7 @@ Folder = Annotated[Path, AfterValidator(_plain)]
 
 
 class Location(Value):
-    """Location of a deployment."""
+    """Location of a deployment on its machines."""
 
     host: str = Field(
         "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
@@ -83,7 +85,7 @@ class Location(Value):
 
     @property
     def prefix(self) -> str:
-        """Prefix for the names of units, reverse proxy and containers, which differs for two homes on one machine."""
+        """Prefix for the names of units, reverse proxy and containers, different for two homes on one machine."""
         return "fedloom" if self.home == DEFAULT_HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
 
     @property
@@ -93,7 +95,7 @@ class Location(Value):
 
 
 def machine_folders(folder: Path) -> dict[str, Path]:
-    """Return ``home`` and ``programs`` of a deployment by the units in its server's folder, or {} without units."""
+    """Return ``home`` and ``programs`` as configured in the units of a server's folder, or {} without units."""
     unit = next(iter(sorted(folder.glob("units/*-superlink.service"))), None)
     lines = dict(line.partition("=")[::2] for line in unit.read_text().splitlines()) if unit is not None else {}
     home, words = Path(lines.get("WorkingDirectory", "")), lines.get("ExecStart", "").split()
@@ -101,7 +103,7 @@ def machine_folders(folder: Path) -> dict[str, Path]:
 
 
 def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
-    """Write the directory completely or not at all.
+    """Write the complete directory of a deployment, or nothing at all.
 
     Raises:
         ConfigError: ``out`` already exists, ``out`` lies in a run directory or another deployment, or a value is
@@ -128,10 +130,10 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
 
 
 def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
-    """Create another server certificate and key with the authority in a deployment's directory, and return its path.
+    """Create another server certificate and key, signed by the deployment's authority, and return their path.
 
-    If the process is killed between the two files, they do not match, and no server accepts them. The next call creates
-    both files again.
+    If the process is killed after writing only one of the two files, they do not match, and no server accepts them. The
+    next call creates both files again.
 
     Args:
         folder: the directory.
@@ -139,7 +141,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
         days: number of days for which the certificate is valid.
 
     Returns:
-        The path of the certificate, and whether an earlier call was killed (its files are removed).
+        The path of the certificate, and True if an earlier call was killed (its files are removed).
 
     Raises:
         ConfigError: the directory does not contain the authority, its key, or settings that name the host.
@@ -181,7 +183,7 @@ def _host_of(server_file: Path) -> str:
 
 
 def units(of: Server | Site, place: Location) -> dict[str, str]:
-    """Return the systemd units of one party by name."""
+    """Return the systemd units of the server or of a site, keyed by name."""
     about = {
         "superlink": "the server's connections",
         "superexec": "the server's work",
@@ -199,13 +201,13 @@ def _side(of: Server | Site) -> str:
 
 
 def _environment(of: Server | Site, name: str, place: Location) -> dict[str, str]:
-    """Return the environment of the processes of one party by the name of the process."""
+    """Return the environment of the given process of the server or of a site."""
     home = place.home / _side(of) / (CLI_FOLDER if name == "run" else "flower")
     return environment(home, place.programs, of.threads if isinstance(of, Site) else None)
 
 
 def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
-    """Return the command lines of one party's processes by name."""
+    """Return the command lines of the processes of the server or of a site, keyed by process name."""
     home, programs = place.home / _side(of), place.programs
     if isinstance(of, Site):
         return {"site": command("join", None, programs, file=home / "site.toml")}
@@ -217,7 +219,7 @@ def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
 
 
 def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
-    """Return the files of a single site: settings, keys, unit."""
+    """Return the files of a single site: settings, keys and unit."""
     return {
         "site.toml": text_of(site),
         "node-key": node.private,
@@ -229,7 +231,7 @@ def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Loc
 
 
 def compose(of: Server | Site, place: Location) -> str:
-    """Return the ``docker compose`` file of one party, which is equivalent to its systemd units."""
+    """Return the ``docker compose`` file of the server or of a site, which is equivalent to the systemd units."""
     folder, services = place.home / _side(of), []
     for name, words in _commands(of, place).items():
         services.append(
@@ -251,9 +253,9 @@ def compose(of: Server | Site, place: Location) -> str:
 
 
 def _project(place: Location, side: str) -> str:
-    """Return the ``docker compose`` project name of a party.
+    """Return the ``docker compose`` project name of the server or of a site.
 
-    The default is only the name of the folder, which is ambiguous.
+    By default, it would be only the name of the folder, which is ambiguous.
     """
     return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
 
@@ -265,7 +267,7 @@ def gate(server: Server, place: Location) -> str:
 
 
 def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
-    """Yield name, folder and files of every party."""
+    """Yield the name, folder and files of the authority, the server, every site, and the instructions."""
     ca = keys.authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
     members = tuple(
@@ -345,7 +347,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
-"""App that Flower transfers to the sites: two modules that name code that is installed there."""
+"""Files of the app that Flower transfers to the sites: two modules that refer to code that is installed there."""
 
 
 def _certified(ca: keys.Authority, place: Location) -> Files:
@@ -418,7 +420,7 @@ def _quoted(word: str) -> str:
 
 
 def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
-    """Create the folder of a party with the folders to which its units write, because systemd requires them."""
+    """Create the folder of the server or of a site, including the folders that its units write to."""
     write_files(folder, contents)
     for name in WRITABLE_FOLDERS.get(side, ()):
         (folder / name).mkdir(mode=0o700, exist_ok=True)

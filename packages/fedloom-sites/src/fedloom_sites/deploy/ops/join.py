@@ -1,4 +1,6 @@
-"""Start of a site as a service, with the current `site.toml`: if server or port are corrected, the unit stays the same.
+"""Start of a site as a service.
+
+The current `site.toml` is read at each start, so the unit need not change if server or port change.
 
 The process of ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
 """
@@ -11,11 +13,11 @@ from pathlib import Path
 
 from fedloom.errors import FedloomError
 from fedloom_sites.deploy.ops.commands import command
-from fedloom_sites.deploy.settings import read_site
+from fedloom_sites.deploy.setting_files import read_site
 
 
 def main(file: Path) -> None:
-    """Replace this process by the network process of the site with this TOML file."""
+    """Replace this process with the network process of the site with this TOML file."""
     try:
         words = command("supernode", read_site(file.resolve()), file=file.resolve())
     except FedloomError as error:

@@ -1,4 +1,4 @@
-"""Keys and certificates of a deployment: an authority, the server's certificate, two key pairs per site."""
+"""Keys and certificates of a deployment: an authority, the server's certificate, and two key pairs per site."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedloom.errors import ConfigError
 
 CERTIFICATE_BACKDATE = timedelta(hours=1)
-"""Time by which the validity of a certificate begins before its creation, because clocks differ."""
+"""Time between the start of a certificate's validity and its creation, because clocks differ."""
 EXPIRY_NOTICE = timedelta(days=30)
-"""Time before the end of a certificate from which on the end is reported."""
+"""Time before its expiry from which on a certificate is reported as expiring soon."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),
@@ -46,7 +46,7 @@ class Authority(NamedTuple):
 
     @classmethod
     def load(cls, key: bytes, certificate: bytes) -> Authority:
-        """Return the authority in two PEM files.
+        """Load the authority from two PEM files.
 
         Raises:
             ValueError, TypeError, UnsupportedAlgorithm: the files are not a certificate and a key of the supported
@@ -67,14 +67,14 @@ class Authority(NamedTuple):
 
 
 class ServerCertificate(NamedTuple):
-    """A certificate and its private key, both PEM."""
+    """A certificate and its private key, both in PEM format."""
 
     certificate: bytes
     key: bytes
 
 
 def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
-    """Return a new key pair of a site: ECDSA P-384 for its connection (as Flower requires), Ed25519 for its replies."""
+    """Return a site's new key pair: ECDSA P-384 for its connection (as Flower requires), Ed25519 for replies."""
     key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
     return KeyPair(
         key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
@@ -83,7 +83,7 @@ def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
 
 
 def authority(name: str, days: int, now: datetime | None = None) -> Authority:
-    """Create and return an authority that may only sign servers, valid for ``days`` days from ``now``."""
+    """Create and return an authority that can only sign server certificates, valid for ``days`` days from ``now``."""
     key = ec.generate_private_key(ec.SECP384R1())
     subject = _name(f"{name} authority")
     usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USES, False))

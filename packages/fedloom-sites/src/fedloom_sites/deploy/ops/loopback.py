@@ -1,4 +1,4 @@
-"""Complete deployment on this machine: server, sites and a run, over TLS and with node keys, on loopback."""
+"""A complete deployment on this machine: server, sites and a run, over TLS and with node keys, on loopback."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from fedloom_sites.deploy.ops.directory import APP_FOLDER, CLI_FOLDER, LOCAL_FOL
 from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom_sites.deploy.ops.table import site_table
 from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_PREFIX, finished
-from fedloom_sites.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
+from fedloom_sites.deploy.setting_files import check_fingerprint, check_version, read_server, read_site
+from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site.local_data import site_federation
 
 LOG_PREFIX = "fedloom: "
 """Prefix of the server's log lines that are meant for people."""
 RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew"
-"""Advice about the files of the server's certificate."""
+"""Advice about invalid files of the server's certificate."""
 
 Print = Callable[[str], None]
 
 
 class Loopback:
-    """Server and sites of a deployment's directory on this machine.
+    """The server and the sites of a deployment's directory, on this machine.
 
     Args:
         folder: directory that `fedloom deploy init` wrote.
-        processes: block of processes that starts server and sites. They end when the block is left.
+        processes: context manager in which server and sites are started. They end when it is left.
         port: port of the server. None for a free port.
 
     Raises:
@@ -89,13 +90,13 @@ class Loopback:
         self._start("superexec", [*command("superexec", self.server), "--parent-pid", str(os.getpid())])
 
     def register(self, public_key: Path) -> int:
-        """Admit the node with this key, and return its number."""
+        """Admit the node with this key, and return the node's number."""
         return int(self.ask("register", public_key=public_key)["node-id"])
 
     def register_all(self) -> dict[str, int]:
-        """Admit every site whose key was not revoked, and return their numbers by name.
+        """Admit every site whose key was not revoked, and return the node numbers keyed by site name.
 
-        The numbers are the numbers of the sites' nodes.
+        These are Flower's numbers of the sites' nodes.
         """
         server = self.folder / "server"
         return {name: self.register(key_file(server, name)) for name in self.sites if not is_revoked(server, name)}
@@ -112,13 +113,13 @@ class Loopback:
         return self._start(f"site-{name}", command("supernode", site, file=file), file.parent, site.threads)
 
     def run(self, show: Print) -> None:
-        """Run the experiment to its end.
+        """Run the experiment until it ends.
 
         Args:
             show: function that is called with each line of the server's log.
 
         Raises:
-            ProcessError: the run stopped early or failed, or the server ended before the run.
+            ProcessError: the run stopped early or failed, or the server ended before the run did.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         words = command("run", app=self.folder / "server" / APP_FOLDER, file=self._server_file)
@@ -151,12 +152,12 @@ class Loopback:
             raise ProcessError(f"the run ended with status {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
-        """Return the status of the last run in Flower's words."""
+        """Return the status of the last run, as worded by Flower."""
         runs = self.ask("runs")["runs"]
         return str(runs[0]["status"]) if runs else "not started"
 
     def ask(self, question: str, **values: Any) -> dict[str, Any]:
-        """Run a command of `ops/commands.toml` with Flower's command line and return its answer.
+        """Run a command from `ops/commands.toml` with Flower's command line, and return its answer.
 
         Raises:
             ProcessError: the command failed or took too long.
@@ -172,7 +173,7 @@ class Loopback:
     ) -> Process:
         """Start and return a process of the server or of a site.
 
-        The party's folder is the working directory, as under systemd.
+        Its working directory is the folder of the server or of the site, as under systemd.
         """
         variables = environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"
@@ -200,7 +201,7 @@ class Loopback:
 
 
 def check_certificate(server: Server) -> None:
-    """Raise if files of the server's certificate cannot be used together."""
+    """Raise an error if the files of the server's certificate cannot be used together."""
     for what, path in (("certificate", server.certificate), ("private key", server.key)):
         content_of(path, f"the server's {what}", RENEW_HINT)
     content_of(server.ca, "the authority's certificate", "authority/ has another copy")
@@ -219,19 +220,19 @@ def check_certificate(server: Server) -> None:
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
-    """Run a deployment's directory on this machine to the end of its experiment, and return the deployment.
+    """Run a deployment's directory on this machine until its experiment ends, and return the deployment.
 
     All processes have ended afterwards.
 
     Args:
         folder: the directory.
-        show: function that is called with every message for people.
+        show: function that is called with every human-readable message.
         port: port of the server. None for a free port.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or the port is in use.
         DataError: a site's data cannot be read, or do not match the experiment.
-        RunDirError: another process runs the deployment.
+        RunDirError: another process is running the deployment.
         ProcessError: the server or the run failed.
     """
 

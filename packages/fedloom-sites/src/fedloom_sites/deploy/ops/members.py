@@ -1,8 +1,8 @@
-"""Members that join or leave a deployment after it has started.
+"""Sites that join or leave a deployment after it has started.
 
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
-agreement begins with the model of the last round. A site keeps the previous agreement until it has approved the new one
-(`take`), and does not answer messages under any other agreement. If a server adds sites without approval, it therefore
+agreement starts from the model of the last round. A site keeps the previous agreement until it has approved the new one
+(`take`), and does not answer messages under any other agreement. A server that adds sites without approval therefore
 receives only refusals.
 """
 
@@ -33,17 +33,8 @@ from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
 from fedloom_sites.deploy.server.run import last_round
-from fedloom_sites.deploy.settings import (
-    Member,
-    Secure,
-    Server,
-    Shared,
-    Site,
-    case_twin,
-    digest,
-    read_server,
-    read_site,
-)
+from fedloom_sites.deploy.setting_files import digest, read_server, read_site
+from fedloom_sites.deploy.settings import Member, Secure, Server, Shared, Site, case_twin
 from fedloom_sites.deploy.site.approval import check_approved_digest
 from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
 
@@ -72,7 +63,7 @@ def keys_digest(members: Sequence[Member]) -> str:
 
 
 def add(folder: Path, name: str, place: Location) -> Change:
-    """Create and return an agreement with a new site: folders for server and site, and for the others' approval.
+    """Create an agreement with a new site, with folders for server, new site and approval, and return it.
 
     Args:
         folder: folder of the deployment, or of its server. Only its new subfolder ``changes/NAME`` is written.
@@ -83,7 +74,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
         ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has no
             global model.
         CheckpointError: no checkpoint can be read.
-        RunDirError: a run or a secure session is under way.
+        RunDirError: a run or a secure session is in progress.
     """
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / name
@@ -161,12 +152,12 @@ def add(folder: Path, name: str, place: Location) -> Change:
 
 
 class Proposal(NamedTuple):
-    """New agreement as a site would store it, from the bytes that were checked.
+    """A new agreement as a site would store it, built from the bytes that were checked.
 
     Attributes:
         site: settings of the site under the new agreement.
         new: members that are new to the site.
-        files: contents by name of the files that come with the agreement.
+        files: contents of the files that come with the agreement, keyed by name.
     """
 
     site: Site
@@ -175,7 +166,7 @@ class Proposal(NamedTuple):
 
 
 def proposed(folder: Path, change: Path) -> Proposal:
-    """Return a new agreement for a site, and raise if its digest does not cover everything.
+    """Check a new agreement, and return it in the form in which the site would store it.
 
     Args:
         folder: folder of the site.
@@ -184,7 +175,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
     Raises:
         ConfigError: the agreement is for other sites, or changes more than members, remaining rounds and initial model,
             or, for the same members, more than the patch release and the keys of one site.
-        RunDirError: a secure session is under way.
+        RunDirError: a secure session is in progress.
     """
     site = read_site(folder / "site.toml")
     try:
@@ -239,8 +230,8 @@ def take(folder: Path, change: Path, digest: str) -> Site:
     The site then answers only messages under this agreement.
 
     Raises:
-        ConfigError: the digest is not the digest of the new agreement, or `proposed` raises.
-        RunDirError: a secure session is under way.
+        ConfigError: the digest is not the digest of the new agreement, or `proposed` raises this error.
+        RunDirError: a secure session is in progress.
     """
     before = read_site(folder / "site.toml")
     new, _, files = proposed(folder, change)
@@ -264,7 +255,7 @@ def remove(folder: Path, name: str) -> Server:
 
     Raises:
         ConfigError: the site does not exist, or too few sites remain.
-        RunDirError: a run is under way.
+        RunDirError: a run is in progress.
     """
     file = server_file(folder)
     server, settings = read_server(file), read_toml(file, "server file")
@@ -281,10 +272,10 @@ def remove(folder: Path, name: str) -> Server:
 
 
 def member_of(server: Server, name: str) -> Member:
-    """Return a site of the server's settings.
+    """Return a site from the server's settings.
 
     Raises:
-        ConfigError: there is no site of this name.
+        ConfigError: no site has this name.
     """
     for member in server.sites:
         if member.site == name:
@@ -293,10 +284,10 @@ def member_of(server: Server, name: str) -> Member:
 
 
 def check_idle(server: Server) -> None:
-    """Raise if a run is under way, or a masked sum whose shares have been requested.
+    """Raise an error if a run is in progress, or a masked sum whose shares have been requested.
 
     Raises:
-        RunDirError: a run or such a sum is under way.
+        RunDirError: a run or such a sum is in progress.
     """
     try:
         with lock(server.checkpoints, wait=0):
@@ -315,7 +306,7 @@ def check_idle(server: Server) -> None:
 
 
 def is_patch_of(version: str, agreed: str) -> bool:
-    """Return True if two versions of fedloom differ only in the last of three numbers."""
+    """Return True if two versions of fedloom differ only in the last of their three numbers."""
     return version.split(".")[:2] == agreed.split(".")[:2] and len(version.split(".")) == len(agreed.split(".")) == 3
 
 
@@ -355,10 +346,10 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
 
 
 def _last_round(server: Server) -> tuple[int, bytes | None]:
-    """Return the number of finished rounds, and the model after them as a file of initial values.
+    """Return the number of finished rounds, and the model after these rounds as a file of initial values.
 
-    Without a finished round, the file is that of the agreed initial model, or None. Both are of one checkpoint: the
-    files of results are of the last evaluation, which may be many rounds ago.
+    Without a finished round, the file contains the agreed initial model, or is None. Both come from the same
+    checkpoint, because the results are from the last evaluation, which may be many rounds old.
     """
     done, model = last_round(server)
     if model is not None:

@@ -1,4 +1,4 @@
-"""Plan of a deployment from an experiment: one method, one seed, names of the sites, and the form of a sample."""
+"""Plan of a deployment, made from an experiment: one method, one seed, names of the sites, and the form of a sample."""
 
 from __future__ import annotations
 
@@ -44,28 +44,37 @@ from fedloom_sites.deploy.settings import NormBound, case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
-"""Factor by which a difference may exceed the longest difference of the first round. Over 20 rounds of the registry's
-methods, the longest difference was up to 4 times as long as in the first round, and up to 7 times with a channel that
-keeps errors, unless a method diverged."""
+"""Factor by which the norm of a difference may exceed the largest norm in the first round. Over 20 rounds of the
+registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times with a channel that
+stores its errors, unless a method diverged."""
 DRAWS_CHECKED = 50
-"""Number of rounds whose cohorts are drawn to check that all sites train in each round: a sampler that draws fewer
-sites shows this soon."""
+"""Number of rounds whose cohorts are drawn to check that all sites train in each round. A sampler that draws fewer
+sites is soon detected."""
 OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
-"""Options of a table that are part of the agreement, or that apply to one file."""
+"""Options of a table that are part of the agreement, or that apply only to one file."""
 
 
 @dataclass(frozen=True)
 class DeploymentPlan:
     """Contents of a deployment.
 
-    name: name of the experiment. experiment: text of the experiment file, with one method and one seed and without any
-    path of data. sites: names of the sites, in the order of the clients. samples: form of a sample. data: place of a
-    site's samples. data_dir: folder of data sets on this machine. Share, fixed_data: see `Site`. code: code that the
-    experiment names by import path. norm_bound: longest difference that the server accepts, None for any length.
-    threshold: threshold of secure aggregation, None without it. most_samples: largest number of samples of any part of
-    a site, None if sites have their own data and no number is stated. start: file of the initial model, None for a
-    model drawn by the seed. sends: True if sites send anything. by_samples: True if a site is weighted by its number of
-    samples.
+    Attributes:
+        name: name of the experiment.
+        experiment: text of the experiment file, with one method and one seed, and without any path of data.
+        sites: names of the sites, in the order of the clients.
+        samples: description of a sample.
+        data: location of a site's samples.
+        data_dir: folder of data sets on this machine.
+        share: see `Site`.
+        fixed_data: see `Site`.
+        code: user code that the experiment names by import path.
+        norm_bound: maximum norm of a difference that the server accepts. None for no limit.
+        threshold: threshold of secure aggregation. None without secure aggregation.
+        most_samples: maximum number of samples in any part of a site's data. None if sites have their own data and no
+            number is stated.
+        start: file of the initial model. None if the initial model is drawn with the seed.
+        sends: True if sites send anything.
+        by_samples: True if a site is weighted by its number of samples.
     """
 
     name: str
@@ -110,26 +119,28 @@ def plan(
 
     Args:
         experiment: the comparison. The experiment's data must exist, because they define the form of a sample.
-        sites: number of sites. None for the clients of the partition, or for as many sites as there are names.
+        sites: number of sites. None for the number of clients in the partition, or for as many sites as there are
+            names.
         names: names of the sites. None for the names of the clients, or site-0, site-1, ...
-        method: label of the method. None for the only method.
+        method: label of the method. None if the experiment has only one method.
         seed: seed of the run, None for the first seed.
         rounds: number of rounds, None for the rounds of the method.
         data_dir: folder of data sets.
-        own_data: True if every site has its own data instead of a share of the experiment's.
+        own_data: True if every site has its own data instead of a share of the experiment's data.
         fixed_data: True to reject a site whose samples change during the run. Otherwise the change is logged.
-        norm_bound: longest difference (L2) that the server accepts from a site. None for `DRIFT_MARGIN` times the
-            longest difference of the first round, which is simulated for this purpose.
-        most_samples: largest number of samples of any part of a site. None for the samples of the largest client, which
-            is not known if sites have their own data.
+        norm_bound: maximum L2 norm of the difference that the server accepts from a site. None for `DRIFT_MARGIN` times
+            the largest norm in the first round, which is simulated for this purpose.
+        most_samples: maximum number of samples in any part of a site's data. None for the number at the largest client,
+            which is unknown if sites have their own data.
         secure_aggregation: True if the server receives masked sums (`fedloom_sites.deploy.secure.protocol`).
-        threshold: smallest number of sites whose sum is unmasked. None for more than two thirds.
-        changes: number of times that a site may leave the masked sums or return. None for `MAX_CHANGES`.
-        data_name: name of the data, by which sites remember sums and budgets over experiments.
+        threshold: minimum number of sites in a sum that is unmasked. None for more than two thirds.
+        changes: maximum number of times that a site may leave the masked sums or return to them. None for
+            `MAX_CHANGES`.
+        data_name: name of the data, under which sites remember sums and budgets across experiments.
 
     Raises:
-        ConfigError: no method is chosen from several, the number of sites does not match the partition, or (Refused)
-            the experiment makes no sense at real sites.
+        ConfigError: several methods exist but none is chosen, the number of sites does not match the partition, or
+            (Refused) the experiment cannot run at real sites.
         DataError: the data cannot be read.
     """
     one = _single(experiment, method, seed, rounds)
@@ -196,11 +207,11 @@ def plan(
 
 
 def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
-    """Return the chosen or default threshold of secure aggregation among n sites, or None without secure aggregation.
+    """Return the chosen or default threshold of secure aggregation for n sites, or None without secure aggregation.
 
     Raises:
-        ConfigError: the threshold is too small or too large, the cohorts are smaller, or there are too few or too many
-            sites.
+        ConfigError: the threshold is too small or too large, the cohorts are smaller than the threshold, or there are
+            too few or too many sites.
     """
     if not secure_aggregation:
         if threshold is not None:
@@ -226,7 +237,7 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
 
 
 def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
-    """Raise if masked sums have cohorts that change from round to round, unless their noise is accounted for.
+    """Raise an error if the cohorts of masked sums change from round to round, unless their noise is accounted for.
 
     Raises:
         ConfigError: the sampler does not draw all sites, and the agreed number of changes is too small.
@@ -248,11 +259,11 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
 
 
 def _bound(job: Job, server: Any) -> NormBound | None:
-    """Return `DRIFT_MARGIN` times the longest difference of a first round, to three digits, or None.
+    """Return `DRIFT_MARGIN` times the largest norm of a difference in a first round, to three digits, or None.
 
     The result is None for a method that sends no difference.
 
-    If several fields of an upload are bounded, the result is a dict by field.
+    If several fields of an upload are bounded, the result is a dict keyed by field.
     """
     everyone = torch.arange(job.n)
     for store in job.stores.values():
@@ -296,7 +307,7 @@ def _names(names: Sequence[object]) -> tuple[str, ...]:
 
 
 def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Return the given site names after a check.
+    """Check the given site names, and return them.
 
     Raises:
         ConfigError: the number of names is wrong, a name cannot be used as a folder name, or two names denote the same
@@ -348,7 +359,7 @@ def _data_table(one: Experiment) -> dict[str, Any]:
 
 
 def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table [data] for an additional site, without the values that belong only to the other site."""
+    """Return the table [data] for an additional site, without the values that apply only to another site's file."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
     return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})

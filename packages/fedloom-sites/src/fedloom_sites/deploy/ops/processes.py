@@ -1,4 +1,4 @@
-"""Processes that never outlive the process that started them: each is ended by its id, with all its descendants."""
+"""Processes that never outlive the process that started them: each is ended by its ID, with all its descendants."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix with which a Flower program reports why it ends. Lines about the end follow."""
+"""Prefix of the line in which a Flower program reports why it ends. Details follow in the next lines."""
 
 
 class ProcessError(FedloomError):
-    """Error: a process ended or did not answer unexpectedly."""
+    """Error: a process ended unexpectedly or did not answer."""
 
 
 class Process:
-    """Process that is the leader of its own group. The output goes to a file.
+    """A process that leads its own process group. Its output is written to a file.
 
     Args:
         name: name of the process in messages.
@@ -55,13 +55,13 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Id of the process, which is also the id of its group."""
+        """ID of the process, which is also the ID of its group."""
         return self._popen.pid
 
     def alive(self) -> bool:
-        """Return True if the process still runs.
+        """Return True if the process is still running.
 
-        A process that has ended keeps its id until it is reaped, so that no other process can get the id.
+        A process that has ended keeps its ID until it is reaped, so that no other process can get the ID.
         """
         if self._popen.returncode is not None:
             return False
@@ -72,14 +72,14 @@ class Process:
         self._popen.poll()
 
     def reap(self) -> int:
-        """Return the exit status. The rest of its group is killed first."""
+        """Return the exit status. The rest of the process's group is killed first."""
         if self._popen.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
 
     def tail(self, lines: int = 12) -> str:
-        """Return the end of the output, or the reason that Flower or the system has written."""
+        """Return the end of the output, or the reason for the end that Flower or the operating system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
             return "another program took the chosen port in the meantime. Run the same command again"
@@ -87,7 +87,7 @@ class Process:
         return why + reason.partition("\n\n")[0] if why else "\n".join(output.splitlines()[-lines:])
 
     def check(self) -> None:
-        """Raise if the process has ended.
+        """Raise an error if the process has ended.
 
         Raises:
             ProcessError: the process has ended. The message contains the end of its output.
@@ -99,10 +99,10 @@ class Process:
 
 
 class Processes:
-    """Processes that are ended when the block is left, in whatever way, and when this process is killed.
+    """Context manager that ends its processes when the block is left in any way, or when this process is killed.
 
-    A reaper ends them (`reaper`) within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the block in the
-    same way as Ctrl-C. While processes are being ended, further signals wait.
+    A reaper process (`reaper`) ends them within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the
+    block in the same way as Ctrl-C. While processes are being ended, further signals are held back.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Processes:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> Process:
-        """Start and return a process. The arguments are the arguments of `Process`."""
+        """Start and return a process. The arguments are those of `Process`."""
         if self._reaper is None:
             words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GROUP_GRACE_SECONDS)]
             self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
@@ -162,14 +162,14 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different ports of loopback that are currently free."""
+    """Return different loopback ports that are currently free."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]
 
 
 def check_free(port: int, what: str) -> None:
-    """Raise if a port is in use.
+    """Raise an error if a port is in use.
 
     Raises:
         ConfigError: another process listens on the port.

@@ -1,7 +1,7 @@
-"""Reaper that ends process groups when their starter closes the pipe to it, which happens even if it is killed.
+"""Reaper that ends process groups when their starter closes the pipe to it, or is killed.
 
-Its standard input contains a line with the id of every group that was started. The module runs as a script and imports
-only the standard library.
+Its standard input contains one line per started group, with the ID of the group. The module runs as a script and
+imports only the standard library.
 """
 
 import os
@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 
 GROUP_GRACE_SECONDS = 10.0
-"""Number of seconds within which groups can end after SIGTERM."""
+"""Time in seconds that groups have to end after SIGTERM before they are killed."""
 
 
 def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
-    """Read until the pipe is closed, and then end the remaining groups, newest first."""
+    """Read group IDs until the pipe is closed, and then end the remaining groups, newest first."""
     groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:
@@ -26,7 +26,7 @@ def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
 
 
 def _tell(group: int, number: int) -> bool:
-    """Send a signal to a group, and return whether the group existed."""
+    """Send a signal to a group, and return True if the group exists."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

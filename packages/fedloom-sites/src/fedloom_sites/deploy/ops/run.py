@@ -1,7 +1,7 @@
-"""Run of an experiment as a service: it starts Flower runs for the rounds in the journal, until all rounds are done.
+"""Run of an experiment as a service, which starts Flower runs until all rounds are done.
 
-``python -m fedloom_sites.deploy.ops.run SERVER.TOML COMMAND...`` exits with 0 if nothing is left to do, else with 1.
-After exit code 1, systemd starts it again: after a stop, a crash, or a reboot of the machine.
+``python -m fedloom_sites.deploy.ops.run SERVER.TOML COMMAND...`` exits with 0 if nothing is left to do, otherwise with
+1. systemd starts it again after exit code 1, after a crash, and after a reboot of the machine.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished, stop_file
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command of Flower unless the experiment is complete, and return the exit code.
+    """Run a Flower command unless the experiment is complete, and return the exit code.
 
     Args:
         words: the server's TOML file, and the command.
 
     Returns:
-        The exit code: 0 if the experiment is complete or should stop, else 1.
+        The exit code: 0 if the experiment is complete or should stop, otherwise 1.
     """
     server = read_server(Path(words[0]))
     if finished(server) is None and not stop_file(server).exists():

@@ -1,4 +1,4 @@
-"""Status of a deployment from the server's files only: audit log, checkpoints, results.
+"""Status of a deployment, read only from the server's files: audit log, checkpoints, results.
 
 Reading the status does not lock or write anything.
 
@@ -25,25 +25,26 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.disk import regular
 from fedloom.storage.locks import is_in_use
 from fedloom_sites.deploy.audit import lines_of
-from fedloom_sites.deploy.ops.analyses import analysis_states, words_of
+from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
-from fedloom_sites.deploy.settings import Server, read_server
+from fedloom_sites.deploy.setting_files import read_server
+from fedloom_sites.deploy.settings import Server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
-"""States of a run that has ended, by the reason. A stopped run can be resumed."""
+"""States of a run that has ended, keyed by the reason for its end. A stopped run can be resumed."""
 CERTIFICATE_CURES = {
     "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
     "authority's certificate": "start a new deployment",
 }
 """Advice on replacing an expiring certificate."""
 TRAINING_MESSAGES = ("train", "masked")
-"""Kinds of messages whose replies are a share of a round."""
+"""Kinds of messages whose replies show that a site took part in a round."""
 
 
 @contextmanager
 def _fitting() -> Iterator[None]:
-    """Return a context that raises with an explanation if files contain something that a server does not write."""
+    """Convert errors that are caused by unexpected file contents to a `RunDirError` with an explanation."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -77,17 +78,17 @@ def server_file(folder: Path) -> Path:
 
 
 def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
-    """Return a summary of the audit log by client.
+    """Summarize the audit log for each client.
 
     Args:
         log: lines of the audit log.
-        members: names of the sites by client.
+        members: names of the sites, keyed by client.
         rounds: rounds done. Replies that were accepted for a later round have no effect yet.
 
     Returns:
-        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (mean of
-        its uploads, None except in a buffered run), and ``rejected``: number of replies and the newest ``reason`` by
-        step of the check.
+        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (mean over
+        its uploads, None except in a buffered run), and ``rejected``: the number of replies and the latest ``reason``,
+        keyed by step of the check.
     """
     blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
     stale: dict[str, list[int]] = {}
@@ -122,7 +123,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 
 
 def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence about each counter: the number of rounds in which it was above zero, and its newest text."""
+    """Return a sentence for each counter that was above zero: the number of rounds, and the latest reason."""
     sentences = []
     for what in ("neutral uploads", "clipped uploads"):
         reasons = {line.get("round", 0): str(line.get("reason", "")) for line in log if line.get("what") == what}
@@ -134,7 +135,7 @@ def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @_fitting()
 def status_of(server: Server) -> dict[str, Any]:
-    """Return the progress of a deployment as plain values, as ``fedloom deploy status --json`` prints them.
+    """Return the progress of a deployment as plain values, which ``fedloom deploy status --json`` prints.
 
     The keys are:
 
@@ -143,11 +144,11 @@ def status_of(server: Server) -> dict[str, Any]:
     - ``round_seconds``: ``last`` and ``median``.
     - ``epsilon``: epsilon spent after these rounds, or None without a delta.
     - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, or None if sites do not share noise.
-    - ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the newest ``scores``.
+    - ``sites``: see `tallies`, with ``share`` (of the completed rounds), ``samples`` ``[3]`` and the latest ``scores``.
     - ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number
       of ``sums`` so far, ``reason``, and the number of ``rows`` if it is done.
-    - ``counted``: sentences on the counters of masked sums, see `summarize_counters`.
-    - ``means``: newest metrics of the federation, a row per model, see `mean_table`.
+    - ``counted``: sentences about the counters of masked sums, see `summarize_counters`.
+    - ``means``: latest metrics of the federation, one row per model, see `mean_table`.
     - ``certificates``: when they expire (ISO 8601).
     - ``disk``: bytes by kind of content, and ``free``.
     - ``last_event``: time of the log's last line.
@@ -180,7 +181,7 @@ def status_of(server: Server) -> dict[str, Any]:
 
 @_fitting()
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """Return a status as a few lines of text. The function `table` shows the sites."""
+    """Convert a status to a few lines of text. For the sites, see `table`."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -189,7 +190,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
         cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
         inside = status["epsilon_sites"]
         texts.append(cost if inside is None else f"{cost}, and {inside:.4g} against all other sites of a smallest sum")
-    texts += [f"analysis {one['name']}: {words_of(one)}" for one in status["analyses"]]
+    texts += [f"analysis {one['name']}: {describe_analysis(one)}" for one in status["analyses"]]
     texts += status["counted"]
     for row in status["means"]:
         figures = [f"{k} {row[k]:.4g}" for k in SUMMARY_METRICS if k in row] + (
@@ -208,7 +209,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
 
 @_fitting()
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one row per site for people. Losses are measured on the test samples of the site."""
+    """Return one human-readable row per site. Losses are measured on the test samples of the site."""
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
@@ -227,7 +228,7 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 @contextmanager
 def serve_metrics(server: Server) -> Iterator[None]:
-    """Return a block during which the status is served over HTTP, if the settings name a port.
+    """Serve the status over HTTP during a ``with`` block, if the settings name a port.
 
     The status is read again for each request.
 
@@ -257,7 +258,7 @@ def serve_metrics(server: Server) -> Iterator[None]:
 
 
 class _Collector:
-    """Source of the metrics of a status, which is read at each request."""
+    """Source of Prometheus metrics, which reads the status at each request."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

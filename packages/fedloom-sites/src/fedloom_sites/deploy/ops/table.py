@@ -15,7 +15,8 @@ from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.disk import regular
 
 MEAN_NAMES = ("mean", "weighted")
-"""Names of means in the records: over sites, and over samples. A server that receives sums records the second only."""
+"""Names of means in the records: over sites, and over samples. A server that receives only sums records only the
+second."""
 
 
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
 
     Args:
         metrics: file `metrics.parquet`.
-        sites: names of the sites by client. The metrics of other clients (removed sites) are omitted.
+        sites: names of the sites, keyed by client. The metrics of other clients (removed sites) are omitted.
     """
     records = [r for r in _read(metrics, SUMMARY_METRICS) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
@@ -41,7 +42,7 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
 def mean_table(metrics: Path) -> list[dict[str, Any]]:
     """Return the latest means of the federation, one row per model: ``model``, ``round`` and metrics.
 
-    Means are over sites. If the server receives sums only, they are over samples.
+    Means are over sites. If the server receives only sums, they are over samples.
 
     ``sites``: number of sites in a mean of losses.
 
@@ -65,7 +66,7 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
 
 
 def _read(metrics: Path, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the metrics of test parts by name and round."""
+    """Return the metrics with these names on the test parts, sorted by round."""
     table = pq.read_table(regular(metrics))
     mask = pc.and_(pc.equal(table["part"], "test"), pc.is_in(table["metric"], pa.array(names)))
     records: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()

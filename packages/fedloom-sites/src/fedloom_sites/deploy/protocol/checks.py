@@ -1,4 +1,4 @@
-"""Checks of a reply. A reply that fails a check is discarded and logged, and has no other effect.
+"""Checks of a site's reply. A reply that fails a check is discarded and logged, and has no other effect.
 
 `Checks.STEPS` lists the checks in order, with the number of each check in the audit log. The codec checks the names of
 arrays, their sizes and headers, and the types and order of their numbers (5 to 7) before any memory is allocated.
@@ -48,13 +48,13 @@ from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
-"""Largest plausible amount of work."""
+"""Maximum plausible amount of work."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
-"""Form in which Flower wraps the error of a site's process."""
+"""Pattern of the text in which Flower wraps the error of a site's process."""
 
 
 class _Draft(NamedTuple):
-    """Reply while it is checked: the message, its request, and all parts that have passed so far."""
+    """A reply that is being checked: the message, its request, and all parts that have passed so far."""
 
     message: Message
     pending: Pending
@@ -76,13 +76,13 @@ class _Draft(NamedTuple):
 
 
 class Checks:
-    """Checks of replies to a server.
+    """Checks of the replies that a server receives.
 
     Args:
         settings: settings of the server.
         job: run. None until the sites have sent their sizes.
-        forms: forms of the run's messages.
-        keys: keys of the sites, by client.
+        forms: formats of the run's messages.
+        keys: keys of the sites, keyed by client.
         sizes: numbers of samples that the sites declared ``[n, 3]``.
         names: names of the numbers that arrive with the scores of the last round, in addition to the scores.
 
@@ -106,17 +106,17 @@ class Checks:
     def check(
         self, message: Message, pending: Pending | None, *, is_late: bool = False, answered: Collection[int] = ()
     ) -> Reply:
-        """Check a message and return the reply in the message.
+        """Check a message, and return the reply that it contains.
 
         Args:
             message: message from a node.
             pending: message that the reply answers. None if no open message matches.
             is_late: True if the server no longer waits for a reply to this message.
-            answered: clients with a reply that already counts.
+            answered: clients whose reply has already been accepted.
 
         Raises:
             LateReply: the reply is valid, but late.
-            Rejected: a check fails. The message names the failure. No other error is possible.
+            Rejected: a check fails. The message describes the failure. No other error is possible.
         """
         if pending is None:
             raise Rejected(1, "does not answer an open message")
@@ -132,7 +132,7 @@ class Checks:
         return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
 
     def longest(self, kind: Kind, array: int = 0) -> int:
-        """Return the largest number of bytes of a reply of a kind, including the array of a session's step."""
+        """Return the maximum number of bytes in a reply of a kind, including the array of a session's step."""
         if kind in ("train", "ask"):
             assert self._forms is not None
             array = self._forms.longest
@@ -141,10 +141,10 @@ class Checks:
 
     @staticmethod
     def quorum(round: int, count: int, wanted: int, need: int) -> None:
-        """Raise if too few replies of a round count (step 13).
+        """Raise an error if too few replies of a round are accepted (step 13).
 
         Raises:
-            RunStopped: too few replies count. The state before the round is kept.
+            RunStopped: too few replies are accepted. The state before the round is kept.
         """
         if count < need:
             raise RunStopped(
@@ -161,7 +161,7 @@ class Checks:
         return draft
 
     def _read(self, draft: _Draft) -> _Draft:
-        """Read the envelope of a reply (step 3), and return the reply.
+        """Check the envelope of a reply (step 3), and return the reply with its contents.
 
         A different release is reported before the other fields are checked.
         """
@@ -213,7 +213,7 @@ class Checks:
         return draft
 
     def check_data(self, head: dict[str, Any]) -> None:
-        """Check the data that a site describes when it is greeted.
+        """Check the description of its data that a site sends in reply to a greeting.
 
         Raises:
             Rejected: the data do not match the experiment, or are larger than a site may claim.
@@ -286,7 +286,7 @@ class Checks:
         return draft._replace(metrics=metrics)
 
     def _length(self, draft: _Draft) -> _Draft:
-        """Check the length of the upload, and of the model as a difference from the download (step 11)."""
+        """Check the norms of the upload's fields, with the model taken as a difference from the download (step 11)."""
         if not isinstance(draft.value, Upload):
             return draft
         job, up, pending = self._job, draft.value.up, draft.pending
@@ -306,7 +306,7 @@ class Checks:
         return draft._replace(norm=math.hypot(*norms.values()))
 
     def _check_ranges(self, up: object, pending: Pending) -> None:
-        """Check that numbers that a client cannot choose freely are in their range (step 11).
+        """Check that numbers that a client cannot choose freely are within their ranges (step 11).
 
         If a channel changes the upload, the ranges are unknown and nothing is checked.
         """

@@ -1,4 +1,4 @@
-"""Envelope: a Flower message that contains a head of plain values and arrays, each a message of `fedloom.rows.wire`.
+"""Envelope: a Flower message with a head of plain values, and with arrays that are messages of `fedloom.rows.wire`.
 
 In both directions, the head contains protocol, release, experiment, kind, round and client, the nonce, and the SHA-256
 of the arrays. A reply also contains a signature over all of these fields. Nothing in a message is ever unpickled: the
@@ -17,7 +17,7 @@ from fedloom.errors import WireError
 from fedloom.version import __version__
 from fedloom_sites.deploy.protocol.identity import new_nonce
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 Kind = Literal[
     "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree",
     "count", "unmask",
@@ -31,16 +31,16 @@ MESSAGE_TYPES: dict[Kind, str] = {
 """Flower's message types."""
 
 MAX_FLAG_DIGITS = 9000
-"""Largest number of hexadecimal digits with which a site lists metrics, groups and cells.
+"""Maximum number of hexadecimal digits with which a site lists metrics, groups and cells.
 
 The limit for a field of a head is 10,000 characters.
 """
 MAX_FIGURES = 5000
-"""Largest count of numbers in a message: metrics for every class, part and model."""
+"""Maximum number of numbers in a message: metrics for every class, part and model."""
 MAX_ARRAYS = 5
-"""Largest number of arrays in a message."""
+"""Maximum number of arrays in a message."""
 HEAD_LIMIT = 1 << 20
-"""Largest number of bytes in the head of a message."""
+"""Maximum number of bytes in the head of a message."""
 HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD = "head", "arrays", "metrics"
 ARRAY_STYPE, ARRAY_DTYPE = "fedloom.wire", "uint8"
 
@@ -66,11 +66,11 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 }
 """Further fields of a message from the server.
 
-``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 for no round.
+``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 for none.
 """
 
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
-"""Kinds of messages of secure aggregation, in their order.
+"""Kinds of messages of secure aggregation, in the order in which they are sent.
 
 A session contains ``masked`` or, if only scores are summed, ``tally``. A session contains ``open`` if a site is
 accused, ``agree`` if a site is lost, and ``count`` if sites send counters before their sum is opened.
@@ -103,7 +103,7 @@ UNABLE_STATUS = "unable"
 """Status of a reply from a site that could not write to its disk, so that the server may send the message again."""
 
 MAX_REASON_CHARACTERS = 500
-"""Largest number of characters in a reason."""
+"""Maximum number of characters in a reason."""
 
 
 class Envelope(NamedTuple):
@@ -111,8 +111,8 @@ class Envelope(NamedTuple):
 
     Attributes:
         head: plain values.
-        arrays: messages for the codec.
-        metrics: numbers by name.
+        arrays: encoded messages for the codec.
+        metrics: numbers keyed by name.
     """
 
     head: dict[str, Any]
@@ -126,10 +126,10 @@ class Request(NamedTuple):
     Attributes:
         kind: kind of the message.
         client: number of the site. None in a greeting, which asks for this number.
-        arrays: messages for the codec.
+        arrays: encoded messages for the codec.
         more: further fields of the head.
-        down: message that the client receives, for the length of the difference.
-        node: Flower's number of the node. The number is set when the message is sent.
+        down: message that the client receives, for computing the norm of the difference.
+        node: Flower's number for the node. The number is set when the message is sent.
         round: round of the message, if it differs from the round of the other messages that are sent together.
         read, most: see `Pending`.
     """
@@ -152,11 +152,11 @@ class Pending(NamedTuple):
         kind: kind of the message.
         round: round of the run.
         client: number of the site. None in a greeting, which asks for this number.
-        node: Flower's number of the node.
+        node: Flower's number for the node.
         nonce: nonce of this message.
-        down: message that a client received, for the length of the difference.
-        read: function that reads the array of a step of secure aggregation, which only the caller can check.
-        most: largest number of bytes of the whole reply.
+        down: message that the client received, for computing the norm of the difference.
+        read: function, provided by the caller, that decodes and checks the array of a secure aggregation step.
+        most: maximum number of bytes in the entire reply.
     """
 
     kind: Kind
@@ -177,7 +177,7 @@ class Reply(NamedTuple):
         head: plain values.
         value: an upload (`Upload`), an answer ``[1, k]``, or None.
         metrics: accepted numbers.
-        norm: length of the difference of an upload.
+        norm: norm of the difference between an upload and its download.
         digest: SHA-256 of the arrays.
     """
 
@@ -201,7 +201,7 @@ def digest_of(arrays: Sequence[bytes]) -> str:
 def seal(
     head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
 ) -> RecordDict:
-    """Return the records of a message."""
+    """Build the records of a message."""
     records: dict[str, Any] = {HEAD_RECORD: ConfigRecord(dict(head)), ARRAYS_RECORD: pack_arrays(arrays)}
     if metrics is not None:
         records[METRICS_RECORD] = MetricRecord(dict(metrics))
@@ -209,7 +209,7 @@ def seal(
 
 
 def pack_arrays(arrays: Sequence[bytes]) -> ArrayRecord:
-    """Return messages for the codec as a record."""
+    """Pack encoded messages for the codec into a record."""
     packed = {
         f"{k}": Array(dtype=ARRAY_DTYPE, shape=(len(part),), stype=ARRAY_STYPE, data=bytes(part))
         for k, part in enumerate(arrays)
@@ -225,7 +225,7 @@ def common_head(experiment: str, kind: str, round: int, client: int, nonce: byte
 
 
 def message_of(request: Request, round: int, experiment: str, ttl: float) -> tuple[Message, Pending]:
-    """Return a Flower message to a site with a fresh nonce, and the note to keep until the reply arrives."""
+    """Return a Flower message to a site with a fresh nonce, and the entry to keep until the reply arrives."""
     nonce, round = new_nonce(), round if request.round is None else request.round
     client = -1 if request.client is None else request.client
     head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
@@ -242,14 +242,14 @@ def unseal(
     limit: int,
     head_limit: int = HEAD_LIMIT,
 ) -> Envelope:
-    """Return the content of a message after checking its fields. No array is parsed.
+    """Check the fields of a message, and return its content. No array is parsed.
 
     Args:
         content: content of any message.
-        fields: additional fields of its head, by kind.
+        fields: additional fields of its head, keyed by kind.
         status: fields of every head besides the common fields.
-        limit: largest number of bytes of arrays.
-        head_limit: largest number of bytes of the head.
+        limit: maximum number of bytes in the arrays.
+        head_limit: maximum number of bytes in the head.
 
     Raises:
         WireError: records, fields, types or sizes are not as expected. No other error is possible.
@@ -282,11 +282,11 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
-    """Return the messages for the codec in a record. No message is parsed.
+    """Return the encoded messages for the codec in a record. No message is parsed.
 
     Args:
         record: record of any message.
-        limit: largest number of bytes of the messages.
+        limit: maximum number of bytes in the messages.
 
     Raises:
         WireError: names, types or sizes are not as expected.
@@ -306,7 +306,7 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
-    """Return at most `MAX_FIGURES` numbers, each with a name of reasonable length.
+    """Return at most `MAX_FIGURES` numbers, keyed by names of limited length.
 
     The values may be anything except lists.
     """

@@ -1,4 +1,4 @@
-"""Signatures of replies: a nonce that only the site asked knows, and the site's key."""
+"""Signatures of replies, made with the site's key over a nonce that only the requested site knows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def new_nonce() -> bytes:
 
 
 def signing_key(path: Path) -> Ed25519PrivateKey:
-    """Return the private key of a site from its file.
+    """Read the private key of a site from its file.
 
     Raises:
         ConfigError: the file is missing, or is not an Ed25519 key in OpenSSH form.
@@ -45,7 +45,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_line(private: bytes) -> str:
-    """Return the public key of a private key in OpenSSH form as an OpenSSH line, or "" if it is no key."""
+    """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not a key."""
     try:
         key = load_ssh_private_key(private, None)
     except (ValueError, UnsupportedAlgorithm):
@@ -54,7 +54,7 @@ def public_line(private: bytes) -> str:
 
 
 def verifying_key(line: str, site: str) -> Ed25519PublicKey:
-    """Return the public key of a site from its OpenSSH line.
+    """Read the public key of a site from its OpenSSH line.
 
     Raises:
         ConfigError: the line is not an Ed25519 key.
@@ -69,7 +69,7 @@ def verifying_key(line: str, site: str) -> Ed25519PublicKey:
 
 
 def signed_text(fields: Mapping[str, object]) -> bytes:
-    """Return fields in one canonical form, for a signature."""
+    """Encode fields in one canonical form, for a signature."""
     return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
 
 

@@ -1,4 +1,4 @@
-"""Bounds on the lengths of an upload's fields, at the server and the sites, and ranges of its single numbers."""
+"""Bounds on the norms of an upload's fields, at the server and the sites, and ranges of its single numbers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from fedloom.engine.job import Job
 
 ABSOLUTE_SLACK = 1e-6
-"""Allowed absolute error of a number, in addition to its relative error."""
+"""Absolute tolerance for a number, in addition to the relative tolerance."""
 RELATIVE_SLACK = 1 + 1e-4
-"""Allowed relative error of a number."""
+"""Factor by which a number may exceed its range."""
 
 
 def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
-    """Compute the lengths ``[m]`` of the fields of uploads, with the model taken as a difference from the download.
+    """Compute the norms ``[m]`` of the fields of uploads, with the model taken as a difference from the download.
 
-    Fields of one number, except the model, have ranges instead (`Algorithm.ranges`).
+    Fields with a single number, except the model, have ranges instead (`Algorithm.ranges`).
     """
     norms = {}
     for name, field in up._asdict().items():
@@ -33,18 +33,18 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
 
 
 def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
-    """Return the fields of one client's upload, projected onto their bounds, and whether any field was too long.
+    """Project the fields of one client's upload onto their bounds.
 
-    Two bounds apply: the agreed length of a field's difference, and ``engine.norm_bound`` for the field itself.
+    Two bounds apply: the agreed norm of a field's difference, and ``engine.norm_bound`` for the field itself.
 
     Args:
         job: run.
         up: upload with finite fields ``[1, .]``.
         down: message that the client received.
-        bounds: largest length of the difference of a field, by name. A field that is not listed has no bound.
+        bounds: maximum norm of the difference of a field, keyed by name. A field that is not listed has no bound.
 
     Returns:
-        The upload, and True if any field was too long.
+        The upload, and True if the norm of any field was too large.
     """
     fields, is_cut = up._asdict(), False
     for name, norm in lengths(job, up, down).items():
@@ -63,9 +63,9 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
 
 
 def _cut(row: Tensor, most: float) -> Tensor:
-    """Return a finite row, shortened to a maximal length.
+    """Scale a finite row down to a maximum norm.
 
-    The row is first divided by its largest number to prevent overflow.
+    The row is first divided by its largest absolute value to prevent overflow.
     """
     largest = row.abs().max().double()
     unit = row.double() / largest
@@ -73,11 +73,11 @@ def _cut(row: Tensor, most: float) -> Tensor:
 
 
 def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Iterator[tuple[str, float, float, float]]:
-    """Yield field, number, smallest and largest value of every number of an upload outside its range.
+    """Yield the field, the number, and the range's minimum and maximum for every number that is outside its range.
 
     Args:
         up: upload of one client, with fields ``[1, .]``.
-        ranges: smallest and largest number of fields, each one number or as many numbers as the field contains.
+        ranges: minimum and maximum of fields, each either one number or as many numbers as the field contains.
     """
     for name, limits in ranges.items():
         numbers = getattr(up, name).double().flatten()
@@ -91,5 +91,5 @@ def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Ite
 
 
 def absolute(kind: Any, width: int, received: int) -> bool:
-    """Return True if an upload's field is the model itself, with a bounded difference from ``received`` numbers."""
+    """Return True if a field is the model itself, so that its difference from the received model is bounded."""
     return bool(kind.primary and kind.base == "zero" and width == received)

@@ -1,7 +1,7 @@
 """Messages that may leave a site.
 
 A server can craft a message whose answer depends on one sample. If the site then rejects the message, the rejection
-answers a question about this sample, and the choice of the text does so too. An error message therefore leaves a site
+answers a question about this sample, and so does the wording of the rejection. An error message therefore leaves a site
 only if it was created in code that cannot read samples. `publish_reasons` marks such code. All other errors are written
 to the site's log.
 """
@@ -38,7 +38,7 @@ def publish_reasons() -> Iterator[None]:
 
 
 def check_private() -> None:
-    """Raise if samples are accessed in code whose error messages may leave the site.
+    """Raise an error if samples are accessed in code whose error messages may leave the site.
 
     Every access to the samples of a site begins with this call.
 

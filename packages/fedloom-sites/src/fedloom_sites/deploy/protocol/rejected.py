@@ -12,7 +12,7 @@ GROWTH_HINT = "If the data grow, declare a snapshot at the site: fedloom deploy 
 
 
 class Rejected(FedloomError):
-    """Error: a reply does not count.
+    """Error: a reply is rejected.
 
     Args:
         step: number of the check.
@@ -39,5 +39,5 @@ class UnableReply(Rejected):
 
 
 def plain(text: str) -> str:
-    """Return text from outside in a form that is safe to print and to log."""
+    """Return external text in a form that is safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:MAX_REASON_CHARACTERS]

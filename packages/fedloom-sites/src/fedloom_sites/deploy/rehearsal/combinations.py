@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Row = Mapping[tuple[str, int], float]
-"""Sum, as the coefficient of each unknown, where an unknown is everything of one kind that one site sends in all
+"""Coefficient of each unknown in a sum, where an unknown is everything of one kind that one site sends in all
 rounds."""
 
 
 def find_isolated(rows: Sequence[Row], threshold: int) -> set[tuple[tuple[str, int], ...]]:
-    """Return the smallest sets of unknowns, below the threshold, that a combination of the sums isolates.
+    """Return the smallest sets of fewer than ``threshold`` unknowns that a combination of the sums isolates.
 
-    A combination that is zero outside a set and nonzero within it exists if and only if the rank is lower without the
-    set.
+    A combination isolates a set if it is zero outside the set and nonzero within it. It exists if and only if the rank
+    of the sums is lower without the set.
 
     Args:
         rows: the sums.
-        threshold: smallest number of sites in a sum.
+        threshold: minimum number of sites in a sum.
     """
     isolated = set[tuple[tuple[str, int], ...]]()
     for kind in {kind for row in rows for kind, _ in row}:

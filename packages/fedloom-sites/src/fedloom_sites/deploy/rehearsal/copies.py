@@ -1,7 +1,7 @@
 """Copies of a site for a rehearsal: its code, data and settings, with temporary keys and a temporary state.
 
 The other sites are stand-ins. They follow the protocol with all its checks and send zeros. An attack that isolates this
-site in a sum therefore reads the numbers that this site sends, and no number from a stand-in hides them.
+site in a sum therefore reads exactly the numbers that this site sends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fedloom_sites.deploy.rehearsal.rogue import RogueServer, has_counters
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.terms import check_models, check_summands, check_terms, read_terms
-from fedloom_sites.deploy.settings import Site, digest
+from fedloom_sites.deploy.setting_files import digest
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
@@ -40,9 +41,9 @@ class StandIn:
     Args:
         site: settings of the site.
         key: signing key of the stand-in.
-        trainer: trainer of the rehearsed site, for the weights of a sum.
+        trainer: trainer of the rehearsed site, which determines the weights of a sum.
         sizes: numbers of samples that the stand-in reports.
-        figures: statistics that the stand-in reports for its samples.
+        figures: metrics that the stand-in reports for its samples.
 
     Attributes:
         length: length of its next vector.
@@ -104,7 +105,7 @@ class RehearsedSite:
 
     @cached_property
     def fed(self) -> Federation:
-        """Samples of the site, read once in the way the site reads them.
+        """Samples of the site, read once in the same way as the site reads them.
 
         Raises:
             FedloomError: the samples cannot be read, or differ from the agreement.
@@ -136,7 +137,7 @@ class RehearsedSite:
 
         Args:
             client: the copy. None for a new copy.
-            sizes: sample counts of stand-ins by number, if they differ from the site's.
+            sizes: numbers of samples of stand-ins, keyed by site number, if they differ from the site's numbers.
             settings: see `copy`.
         """
         client = self.copy(**settings) if client is None else client
@@ -160,7 +161,7 @@ class RehearsedSite:
         return self.rogue(memory=memory, **self._experiment(number))
 
     def _experiment(self, number: int) -> dict[str, Any]:
-        """Write the experiment again with a different digest, and return the changed settings."""
+        """Write a copy of the experiment with a different digest, and return the changed settings."""
         if number == 0:
             return {}
         agreed, folder = self.site.experiment, self.folder / f"experiment-{number}"

@@ -1,4 +1,4 @@
-"""Attacks by messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
+"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from fedloom_sites.deploy.site.groups import SiteGroups
 from fedloom_sites.deploy.site.local_data import read_data
 
 MOST_MODELS = int(Shared.model_fields["models_per_round"].default)
-"""Number of models in one round from which on differences between answers reveal single samples."""
+"""Number of models in one round above which differences between answers reveal single samples."""
 MODELS_TRIED = 12
 LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
 """Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
-BOMB_BYTES, BOMB_PATIENCE = 1 << 30, 90.0
-"""Number of bytes to which a crafted table unpacks."""
+BOMB_BYTES = 1 << 30
+"""Number of bytes to which a crafted table decompresses."""
 BIDI_NAME = "age\u202egnp"
 
 
@@ -64,7 +64,7 @@ class Message(NamedTuple):
 
 
 def write_good_message(site: RehearsedSite, rogue: RogueServer) -> Message:
-    """Return a message that requests the upload of the first round, after the first steps of a session."""
+    """Return a valid message that requests the upload of the first round, after the first steps of a session."""
     download = rogue.download()
     if site.site.secure is None:
         return Message("good", "train", {"round": 1, "weight": 0.5, "scored": -1}, [download])
@@ -126,7 +126,7 @@ def write_bad_messages(site: RehearsedSite, rogue: RogueServer) -> Iterator[Mess
 
 
 def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of malformed, foreign and truncated messages, by the number of answers."""
+    """Return the outcome of malformed, foreign and truncated messages, judged by the number of answers."""
     rogue = site.rogue(**BUDGET_SETTINGS)
     state = rogue.sites[site.client].site.state
     answered, sent = list[str](), 0
@@ -195,7 +195,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of repeated and rejected messages: whether the site raises an alarm."""
+    """Return the outcome of repeated and rejected messages, which should make the site raise an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
     for kind in ("hello", "train" if site.site.secure is None else "keys"):
@@ -213,7 +213,7 @@ def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
 
 
 def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of requests beyond the site's epsilon: all rounds, repeated, and from a restored state."""
+    """Return the outcome of requests that exceed the site's epsilon: every round twice, with different models."""
     copy = site.copy()
     trainer = copy.trainer
     noise = noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors))
@@ -277,7 +277,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of crafted questions of analyses, agreed or not, to two sites that differ in one sample."""
+    """Return the outcome of crafted analysis questions to two copies of the site that differ in one sample."""
     twins = [site.copy(), site.copy(change_first_sample(site))]
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])
@@ -298,7 +298,7 @@ def _ask_questions(site: RehearsedSite, rogue: RogueServer) -> Iterator[tuple[st
         contents = [b"", b"{}", bytes(64), b"[" * 4096]
         if name in agreed:
             one = agreed[name]
-            terms = one.terms(rogue.terms(1, question=AnalysisStep.of(name, 0, b"")))
+            terms = one.terms(rogue.terms(1, question=AnalysisStep.create(name, 0, b"")))
             question = one.analysis.question(one.analysis.start(terms))
             assert question is not None
             for scale in (1.0, 1e9, -1e300, 0.0):
@@ -306,12 +306,12 @@ def _ask_questions(site: RehearsedSite, rogue: RogueServer) -> Iterator[tuple[st
                 contents.append(Question(question.name, values).encode())
             contents += [question.encode(), Question("unknown", question.values).encode()]
         for k, content in enumerate([*contents, *contents[-2:]]):
-            step = AnalysisStep.of(name, max(0, k - len(contents)), content)
+            step = AnalysisStep.create(name, max(0, k - len(contents)), content)
             yield _ask_analysis(site, rogue, step)
 
 
 def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -> tuple[str, int]:
-    """Return the reason and the length of an answer to a question of an analysis."""
+    """Return the reason and the length of the answer to one question of an analysis."""
     before, c, terms = len(rogue.refused), site.client, rogue.terms(1, question=step)
     if site.site.secure is None:
         length = len(rogue.ask(c, "analysis", terms.encode(), round=1) or b"")
@@ -323,7 +323,7 @@ def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -
 
 
 def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a table with a name that changes the direction of text."""
+    """Return the outcome of a table with a column name that changes the direction of text."""
     path, data = _table_of(site)
     path.write_text(f"{BIDI_NAME},label\n1,0\n2,1\n", encoding="utf-8")
     reason = _read_table(site, data)
@@ -356,7 +356,7 @@ def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
 
 
 def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str, Any]]:
-    """Return a path for a crafted table, and the source of a site that names this path."""
+    """Return a path for a crafted table, and a data source for a site that refers to this path."""
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
     if site.site.samples.table is None or not Path(str(source[key])).suffix:

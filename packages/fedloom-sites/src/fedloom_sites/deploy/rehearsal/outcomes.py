@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
-"""stopped: a rule of the site stopped the attack. remains: the agreement reveals this much, as documented. OPEN: the
-server learned something about this site that it should not learn. not tried: the attack does not apply here."""
+"""Verdict on an attack.
+
+- stopped: a rule of the site stopped the attack.
+- remains: the agreement reveals this much, as documented.
+- OPEN: the server learned something about this site that it should not learn.
+- not tried: the attack does not apply to this site.
+"""
 
 
 class Inapplicable(Exception):
@@ -41,7 +46,7 @@ class AttackRow(NamedTuple):
     outcome: AttackOutcome
 
     def as_record(self) -> dict[str, str]:
-        """Return the row as plain values by column."""
+        """Return the row as plain values, keyed by column."""
         return {"attack": self.attack, **self.outcome._asdict()}
 
 

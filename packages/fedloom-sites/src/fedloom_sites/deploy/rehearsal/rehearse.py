@@ -1,4 +1,4 @@
-"""Rehearsal, which plays all attacks on copies of one site in turn."""
+"""Rehearsal, which runs all attacks on copies of one site, one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom_sites.deploy.rehearsal.samples import SAMPLE_ATTACKS
 from fedloom_sites.deploy.rehearsal.sums import SUM_ATTACKS
 from fedloom_sites.deploy.settings import Site
 
-ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
+REHEARSED_ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
     *SUM_ATTACKS,
     *SAMPLE_ATTACKS,
     *MESSAGE_ATTACKS,
@@ -26,7 +26,7 @@ ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]] = (
 
 
 def rehearse(site: Site) -> Iterator[AttackRow]:
-    """Yield the results of a dishonest server against copies of a site, with its data and settings.
+    """Yield the results of a dishonest server's attacks on copies of a site, with its data and settings.
 
     Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
 
@@ -35,7 +35,7 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
 
     Yields:
         A row for each attack. An attack that fails because of an error is reported with the verdict OPEN, because it
-        has shown nothing.
+        has not shown that the site is protected.
 
     Raises:
         FedloomError: the experiment or the data cannot be read or do not define a run.
@@ -46,7 +46,7 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
         if not copies.sizes[0]:
             raise ConfigError(f"site {site.site} has no training samples, so the rehearsal cannot attack any samples")
         _ = copies.copy().trainer.job
-        for name, attack in ATTACKS:
+        for name, attack in REHEARSED_ATTACKS:
             yield AttackRow(name, _play(copies, attack))
 
 

@@ -1,4 +1,4 @@
-"""Dishonest server: it asks the sites arbitrary questions, and keeps all answers.
+"""Dishonest server, which sends arbitrary requests to the sites and keeps all answers.
 
 The attacks are in the other modules.
 """
@@ -33,11 +33,11 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.trainer import Trainer
 
 BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-"""Example value for each type of the fields of a head."""
+"""Placeholder for each type of the fields of a head."""
 
 
 class AskedSite(Protocol):
-    """The server's view of a site: public facts and replies."""
+    """A site as the server sees it: public facts and replies."""
 
     site: Site
 
@@ -48,7 +48,7 @@ class AskedSite(Protocol):
 
     @property
     def figures(self) -> str:
-        """Statistics that the site's samples define."""
+        """Metrics that the site's samples define."""
         ...
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -57,14 +57,14 @@ class AskedSite(Protocol):
 
 
 class RogueServer:
-    """A dishonest server with its sites.
+    """A dishonest server and its sites.
 
     Args:
-        sites: sites by number.
-        trainer: trainer of a site, for the forms of messages.
+        sites: sites in the order of their numbers.
+        trainer: trainer of a site, which provides the formats of messages.
 
     Attributes:
-        sizes: sample counts of each site, as the server states them.
+        sizes: numbers of samples of each site, as claimed by the server.
         refused: messages of all refusals so far.
     """
 
@@ -82,7 +82,7 @@ class RogueServer:
         return data[0] if data else b""
 
     def exchange(self, c: int, kind: str, *arrays: bytes, **fields: Any) -> tuple[dict[str, Any], list[bytes]]:
-        """Send a message with any fields, and return the head and the arrays of the reply."""
+        """Send a message with arbitrary fields, and return the head and the arrays of the reply."""
         head = {name: BLANK_VALUES[type_] for name, type_ in {**COMMON_FIELDS, **REQUEST_FIELDS.get(kind, {})}.items()}
         head |= common_head(self.sites[c].site.fingerprint, kind, 0, c, b"", digest_of(arrays)) | fields
         reply = self.sites[c].reply(seal(head, arrays))
@@ -92,29 +92,29 @@ class RogueServer:
         return dict(reply_head), [array.data for array in data.values()]
 
     def download(self, change: float = 0.0) -> bytes:
-        """Return the first model, with each coordinate moved by a number, as a download."""
+        """Return the initial model, with ``change`` added to each coordinate, as a download."""
         down, _ = self.first_download()
         return self.write(down[0] + change * torch.ones_like(down[0]))
 
     def first_download(self) -> tuple[Any, Any]:
-        """Return the first download of a client of the run, and the server's first state."""
+        """Return the first download of a client in the run, and the server's initial state."""
         job, server = self.trainer.job, self.trainer.node.server
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
-        """Return a download with a different row as its first field."""
+        """Return a download whose first field is replaced by a given row."""
         down, server = self.first_download()
         return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
 
     def model(self, change: float = 0.0) -> bytes:
-        """Return the global model times 1 plus a number, as a model to be scored."""
+        """Return the global model, multiplied by 1 plus ``change``, as a model to be scored."""
         job, server = self.trainer.job, self.trainer.node.server
         model = job.algorithm.global_model(server)
         assert model is not None
         return self.trainer.forms.write_model(model * (1 + change))
 
     def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
-        """Return the terms of a session, which are true except for the given facts."""
+        """Return the terms of a session, which are true except for the given fields."""
         everyone = range(len(self.sites))
         facts = {"sizes": self.sizes, "cohort": everyone, "round": t, "trains": download is not None}
         facts["accepted"] = more.get("accepted", (0,) * len(more.get("cohort", everyone)))
@@ -130,12 +130,12 @@ class RogueServer:
 
 
 class RogueSession:
-    """A session of a dishonest server, after its first two steps.
+    """A session of secure aggregation that a dishonest server runs, after its first two steps.
 
     Attributes:
-        vectors: masked vectors that sites have sent, each after a signature.
-        shown: shares by site with which the counters are opened.
-        told: shares by site with which the sum is opened.
+        vectors: masked vectors that sites have sent, each preceded by a signature.
+        shown: shares that open the counters, keyed by site.
+        told: shares that open the sum, keyed by site.
     """
 
     def __init__(self, rogue: RogueServer, t: int, clients: Collection[int]) -> None:
@@ -184,7 +184,7 @@ class RogueSession:
             self.shown[c] = sent_back
 
     def counts(self, terms: Terms) -> counters.AnswerCounts:
-        """Open and return the sums of the counters."""
+        """Open the counters, and return their totals."""
         answers = {c: secure.split_parts(one, secure.KEY_BYTES) for c, one in self.shown.items()}
         agreed = self.rogue.sites[min(self.vectors)].site.secure
         assert agreed is not None
@@ -195,15 +195,16 @@ class RogueSession:
         )[0]  # fmt: skip
 
     def bound(self, terms: Terms) -> bytes:
-        """Return the data to which the masks of the session are bound."""
+        """Return the digest on which the masks of the session depend."""
         return secure.bound_to(self.session, terms.digest, [*self.sealed])
 
     def open(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for its shares of the sum of the sites whose vectors arrived, after all shares of the counters.
+        """Ask a site for the shares that open the sum of the sites whose vectors arrived.
 
-        The shares of the counters come first.
+        The shares of the counters are requested first.
 
-        With too few shares of the counters, the site is not asked, because no site opens a sum without them.
+        With too few shares of the counters, the site is not asked for shares of the sum, because no site opens a sum
+        without them.
         """
         listed = [*(survivors or self.vectors)]
         signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
@@ -240,22 +241,3 @@ def has_counters(terms: Terms, trainer: Trainer) -> bool:
     if terms.question is not None or (terms.scored >= 0 and trainer.scoring == "masked"):
         return True
     return terms.trains and UploadVector(trainer.job, trainer.forms.idle).is_counted
-
-
-def sum_honestly(
-    rogue: RogueServer,
-    t: int,
-    download: bytes | None,
-    *models: bytes,
-    clients: Collection[int] | None = None,
-    **more: Any,
-) -> RogueSession:
-    """Ask for all steps as an honest server does, and return the session."""
-    clients = range(len(rogue.sites)) if clients is None else clients
-    more |= {} if download is not None else {"scored": t, "common": True}
-    session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
-    for c in clients:
-        session.vector(c, terms, download, *models)
-    for c in clients:
-        session.open(c)
-    return session

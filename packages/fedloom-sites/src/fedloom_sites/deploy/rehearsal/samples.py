@@ -1,4 +1,4 @@
-"""Attacks on samples: a dishonest server crafts models for which answers or refusals reveal samples of a site."""
+"""Attacks on samples, in which a dishonest server crafts models so that answers or refusals reveal a site's samples."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, Inapplicable, judge
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer
-from fedloom_sites.deploy.rehearsal.sums import play
+from fedloom_sites.deploy.rehearsal.sums import play_session
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES
 from fedloom_sites.deploy.secure.vectors import UploadVector
 
-QUESTIONS, QUESTION_SECONDS = 24, 90.0
-"""Number of crafted models that are tried, and number of seconds after which no further model is tried."""
+QUESTION_COUNT, QUESTION_SECONDS = 24, 90.0
+"""Maximum number of crafted models that are tried, and time in seconds after which no further model is tried."""
 BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
 """Settings without a budget, for attacks that need more answers than an agreement allows."""
 READ_ERROR = 0.01
-"""Relative error up to which a sample counts as having been read."""
+"""Maximum relative error with which a sample is considered to have been read."""
 MOST_COMPARED = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""Area under the curve for guessing the training samples from which on a model counts as memorizing. 0.5 is chance."""
+"""Area under the ROC curve for guessing the training samples, from which on a model is considered to memorize them. 0.5
+is chance."""
 MOST_TWINS = 8
-"""Number of samples that are tried as a replacement of the first sample."""
+"""Maximum number of samples that are tried as replacements for the first sample."""
 UNIT_SCALE = 1e-3
-"""Size of crafted weights, which is so small that the loss is nearly the same for all samples."""
+"""Scale of crafted weights, which is so small that the loss is nearly the same for all samples."""
 
 
 class FirstLayer(NamedTuple):
-    """First linear layer of a model, and the next layer.
+    """First linear layer of a model, and the layer after it.
 
     Attributes:
         weight, bias, following: names of parameters.
@@ -90,7 +91,8 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
     Args:
         rogue: the server.
         layer: the first layer.
-        rows: samples that determine the edges. A server knows the distribution of the samples from similar data.
+        rows: samples that determine the edges. A real server would know the distribution of the samples from similar
+            data.
     """
     job = rogue.trainer.job
     down, _ = rogue.first_download()
@@ -109,7 +111,7 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
 
 
 def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
-    """Return the candidates for samples ``[k, features]`` that a change of the crafted model reveals."""
+    """Return the candidate samples ``[k, features]`` that a change of the crafted model reveals."""
     tree = job.oracle.layout.tree(change.double().reshape(1, -1))
     weight, bias = tree[layer.weight][0], tree[layer.bias][0]
     weights = torch.cat([weight, weight[:-1] - weight[1:]])
@@ -119,7 +121,7 @@ def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
 
 
 def count_read(candidates: Tensor, rows: Tensor) -> int:
-    """Return the number of samples that some candidate matches up to a relative error of `READ_ERROR`."""
+    """Return the number of samples that any candidate matches up to a relative error of `READ_ERROR`."""
     finite = candidates[candidates.isfinite().all(1)]
     if not len(finite):
         return 0
@@ -145,13 +147,13 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
 
 
 def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
-    """Ask for one round on a model, and return the change of the model that arrives, or None if no change arrives.
+    """Request one round with a model, and return the change of the model that arrives, or None if no change arrives.
 
     The change is taken from the upload, or from the sum of uploads.
     """
     job = rogue.trainer.job
     if site.site.secure is not None:
-        session, terms = play(site, rogue, 1, download)
+        session, terms = play_session(site, rogue, 1, download)
         if not session.is_open or site.client not in session.vectors:
             return None
         vector = UploadVector(job, rogue.trainer.forms.idle)
@@ -165,7 +167,7 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
 
 
 def protection_of(site: RehearsedSite) -> str:
-    """Return the protection of a site's upload: masks, noise, or none."""
+    """Return what protects a site's upload: masks, noise, or nothing."""
     trainer = site.copy().trainer
     if noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"
@@ -214,13 +216,13 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
 
 
 def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
-    """Yield models that a site might answer only with, or only without, a certain sample."""
+    """Yield models that a site might answer only if it has, or only if it lacks, a certain sample."""
     down, _ = rogue.first_download()
     first, draws = down[0].double(), torch.Generator().manual_seed(1)
     noise = torch.randn(first.shape, generator=draws, dtype=torch.float64)
     units = torch.arange(first.numel()).reshape(first.shape)
-    for k in range(QUESTIONS):
-        how, power = k % 6, 10.0 ** (-300 + 600 * k / QUESTIONS)
+    for k in range(QUESTION_COUNT):
+        how, power = k % 6, 10.0 ** (-300 + 600 * k / QUESTION_COUNT)
         if how == 0:
             yield rogue.write(noise * power)
         elif how == 1:
@@ -251,7 +253,7 @@ def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
 
 
 def change_first_sample(site: RehearsedSite) -> Federation:
-    """Return the site's samples with a different first sample, and with the same published facts.
+    """Return the site's samples with a different first sample, but with the same published facts.
 
     The other sample has the largest value of each feature. If this changes a published fact, the other sample is a copy
     of another sample of the site.
@@ -272,7 +274,7 @@ def change_first_sample(site: RehearsedSite) -> Federation:
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of crafted models at two copies of the site that differ in one sample.
+    """Return the outcome of sending crafted models to two copies of the site that differ in one sample.
 
     All numbers except the masked numbers are compared.
     """
@@ -308,7 +310,7 @@ def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tup
 
 
 def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes) -> int:
-    """Ask the site alone for its upload of a round, and return its number of bytes, or 0.
+    """Ask the site alone for its upload of a round, and return the upload's number of bytes, or 0 without an upload.
 
     The upload is masked if masks are agreed on.
     """
@@ -321,7 +323,7 @@ def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes)
 
 
 def guess_members(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of guessing the training samples from the new model's loss (for models that memorize)."""
+    """Return the outcome of guessing the training samples from the new model's loss, as a test for memorization."""
     rogue = site.rogue()
     job, (down, _) = rogue.trainer.job, rogue.first_download()
     change = ask_change(site, rogue, rogue.download())

@@ -1,4 +1,4 @@
-"""Attacks on secure sums: a dishonest server tries to obtain a sum of one site, or mostly of one site."""
+"""Attacks on secure sums, in which a dishonest server tries to obtain a sum of one site, or mostly of one site."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Number of seconds after which a series of sums ends. It was chosen so that a rehearsal ends while a person waits."""
+"""Time in seconds after which a series of sums ends. It was chosen so that a person can wait for the end of a
+rehearsal."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
@@ -41,7 +42,7 @@ def agreed_of(site: RehearsedSite) -> Secure:
     return site.site.secure
 
 
-def play(
+def play_session(
     site: RehearsedSite,
     rogue: RogueServer,
     t: int,
@@ -51,7 +52,7 @@ def play(
     survivors: Collection[int] | None = None,
     **more: Any,
 ) -> tuple[RogueSession, Terms]:
-    """Ask for all steps of a session, the rehearsed site first, and return the session and its terms.
+    """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
     The vector of the rehearsed site determines the length of the vectors of the other sites.
 
@@ -64,7 +65,7 @@ def play(
         clients: sites that receive requests. None for all.
         survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors really
             arrived.
-        more: further values of the terms.
+        more: further fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
     more |= {} if download is not None else {"scored": t, "common": True}
@@ -85,7 +86,7 @@ def play(
 
 
 def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
-    """Give the vectors of stand-ins the same length as a site's vector."""
+    """Give the stand-ins' vectors the same length as a site's vector."""
     end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
         if isinstance(other, StandIn):
@@ -102,7 +103,7 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Return a model in which each number is moved to an adjacent number of its type."""
+    """Return a model in which each number is moved up by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
@@ -115,7 +116,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
     """
     agreed_of(site)
     rogue = site.rogue()
-    session, _ = play(site, rogue, 1, rogue.download())
+    session, _ = play_session(site, rogue, 1, rogue.download())
     tried = f"one honest round of {site.clients} sites"
     if session.is_open:
         return AttackOutcome(
@@ -126,7 +127,7 @@ def open_honest_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome for cohorts in which this site and fewer than T sites have samples.
+    """Return the outcome of sums in which fewer than T sites, including this one, have samples.
 
     This is requirement R5 of the trust audit.
     """
@@ -137,7 +138,7 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
             sizes = {c: site.sizes if k < full - 1 else empty for k, c in enumerate(site.other_clients)}
             rogue = site.rogue(sizes=sizes)
             models: tuple[Any, ...] = (None, rogue.model()) if scores else (rogue.download(),)
-            session, _ = play(site, rogue, 1, *models)
+            session, _ = play_session(site, rogue, 1, *models)
             opened += [full] if session.is_open and site.client in session.vectors else []
     return judge(
         bool(opened),
@@ -148,15 +149,15 @@ def isolate_by_empty_sites(site: RehearsedSite) -> AttackOutcome:
 
 
 def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a claim that most vectors were lost, or of two different lists of the arrived vectors."""
+    """Return the outcome of claiming that most vectors were lost, and of sending two different lists of vectors."""
     agreed, learned_sums = agreed_of(site), list[str]()
     for count in range(1, agreed.threshold):
         rogue = site.rogue()
         few = sorted([site.client, *site.other_clients[: count - 1]])
-        session, _ = play(site, rogue, 1, rogue.download(), survivors=few)
+        session, _ = play_session(site, rogue, 1, rogue.download(), survivors=few)
         learned_sums += [f"the sum of {count} sites"] if session.is_open else []
     rogue = site.rogue()
-    session, _ = play(site, rogue, 1, rogue.download())
+    session, _ = play_session(site, rogue, 1, rogue.download())
     first, session.told, session.shown = session.is_open, {}, {}
     confirm(session, site.other_clients)
     for c in site.other_clients:
@@ -172,14 +173,14 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums of uploads and of scores in which this site has almost all of the weight."""
+    """Return the outcome of sums (of uploads and of scores) in which this site has almost all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
         rest = max(1, int(count * (1 - share) / share / max(1, site.clients - 1)))
         sizes = dict.fromkeys(site.other_clients, (rest, rest, rest))
         rogue = site.rogue(sizes=sizes)
-        session, terms = play(site, rogue, 1, rogue.download())
+        session, terms = play_session(site, rogue, 1, rogue.download())
         weights = terms.weights(terms.weighed(rogue.trainer.job, site.site.samples))
         shares = [column[site.client] / sum(column) for column in zip(*weights.values(), strict=True) if sum(column)]
         if session.is_open and max(shares, default=0.0) > MAX_SAFE_SHARE:
@@ -187,7 +188,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
         if site.copy().trainer.scoring != "masked":
             continue
         rogue = site.rogue(sizes=sizes)
-        session, terms = play(site, rogue, 1, None, rogue.model())
+        session, terms = play_session(site, rogue, 1, None, rogue.model())
         vector = ScoreVector(rogue.trainer.job)
         heavy = [terms.is_dominated(part, agreed.threshold, MAX_SAFE_SHARE) for part in vector.parts]
         rows = session.total(terms)[: vector.length].reshape(len(heavy), -1) if session.is_open else np.zeros((0, 4))
@@ -202,7 +203,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a request for the same model in the next round, without this site."""
+    """Return the outcome of requesting the same model again in the next round, without this site."""
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
@@ -211,8 +212,8 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
         if what == "scores" and rogue.trainer.scoring != "masked":
             continue
         models: tuple[Any, ...] = (rogue.download(),) if what == "uploads" else (None, rogue.model())
-        first, _ = play(site, rogue, 1, *models)
-        second, _ = play(site, rogue, 2, *models, clients=site.other_clients)
+        first, _ = play_session(site, rogue, 1, *models)
+        second, _ = play_session(site, rogue, 2, *models, clients=site.other_clients)
         learned_sums += [what] if first.is_open and second.is_open else []
     return judge(
         bool(learned_sums),
@@ -241,7 +242,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
     for k, clients in enumerate(cohorts):
         if k and k % rounds == 0:
             rogue = site.later_rogue(k // rounds, memory)
-        session, _ = play(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
+        session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(move_little(first, k)), clients=clients)
         rows += [{("uploads", c): 1.0 for c in clients}] if session.is_open else []
         if time.monotonic() > end:
             break
@@ -249,7 +250,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome for models that hardly change between rounds, when this site is repeatedly left out (R7)."""
+    """Return the outcome of models that hardly change, with this site left out of every second round (R7)."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -268,7 +269,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each leave out another site, so that together they isolate this site."""
+    """Return the outcome of sums that each leave out a different site, so that together they isolate this site."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)
@@ -286,8 +287,8 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
     memory = site.folder / "again"
     rogue = site.later_rogue(0, memory)
     download = rogue.download()
-    before, _ = play(site, rogue, 1, download)
-    after, _ = play(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
+    before, _ = play_session(site, rogue, 1, download)
+    after, _ = play_session(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
     return judge(
         before.is_open and after.is_open,
         "another experiment on the same data and model, without this site",
@@ -297,7 +298,7 @@ def begin_again(site: RehearsedSite) -> AttackOutcome:
 
 
 def change_terms(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of changed models or terms within a session, and of different models for different sites."""
+    """Return the outcome of changing models or terms within a session, and of sending different models to the sites."""
     agreed_of(site)
     rogue, c = site.rogue(), site.client
     first, second = rogue.download(), rogue.download(0.5)

@@ -1,4 +1,4 @@
-"""Sites' answers in a session of secure aggregation, as the server reads and checks them."""
+"""Reading and checking the sites' answers in a session of secure aggregation, on the server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
         public: verification keys of all sites.
 
     Raises:
-        WireError: the bytes are not an advertisement, or the keys do not belong to this client in this session. In that
-            case, the sites may have different agreements.
+        WireError: the bytes are not an advertisement, or the keys do not belong to this client in this session. The
+            second case can mean that the site and the server have different agreements.
     """
     adverts = secure.read_adverts(message)
     if [a.client for a in adverts] != [client]:
@@ -39,7 +39,7 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
 
 
 def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed25519PublicKey) -> dict[int, bytes]:
-    """Read the sealed shares that a site sends to all other sites, each with the site's signature.
+    """Read the sealed (encrypted) shares that a site sends to all other sites, and check the site's signature on each.
 
     Raises:
         WireError: the bytes are not sealed shares, or the site has not signed a share.
@@ -56,15 +56,15 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 def read_vector(
     message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
 ) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
-    """Read a masked vector with its signature and masked counters, or else accusations, sorted by accused site.
+    """Read either a signed masked vector with its masked counters, or accusations keyed by accused site.
 
     Args:
         message: message from the site.
-        length: length of a vector.
-        text: statement that the site has to sign.
+        length: expected length of the vector.
+        text: statement whose signature the message must contain.
         public: verification key of the site.
-        bound: bytes to which the signature of the counters is tied (see `counters`). None if the session has no
-            counters.
+        bound: digest of the session that the site signs together with its counters (see `counters`). None if the
+            session has no counters.
 
     Raises:
         WireError: the bytes are neither a vector nor a list of accusations.
@@ -80,7 +80,7 @@ def read_vector(
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
-    """Read a site's signature on the list of sites in a sum.
+    """Verify a site's signature on the list of sites in a sum, and return it.
 
     Raises:
         WireError: the signature does not belong to this sum.
@@ -93,7 +93,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
 
 
 def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    """Read the shares that a site sends, sorted by owner.
+    """Read the shares of the sites' secrets that a site sends, keyed by the owner of each secret.
 
     Raises:
         WireError: the bytes are not shares of these owners' secrets.

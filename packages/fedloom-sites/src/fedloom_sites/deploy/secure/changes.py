@@ -4,11 +4,13 @@ Models of consecutive rounds hardly differ, and a malicious server can even send
 by only one site therefore reveal the upload of this site. For this reason, all sums cover the same sites. If a site is
 absent, the other sites sign a sum without it (`protocol.statement`), and later a sum that includes it again. Each such
 change reveals one difference of that site's uploads. Every site therefore counts the changes of every other site. Once
-a site has used up the agreed number of changes, the other sites sign no sum in which it changes again, and no site
-opens a sum with too few signatures. The uploads of sites that have changed are treated as known. Every sum therefore
-contains enough sites that have never changed: whatever combination of sums a server computes, it contains either all or
-none of these sites. A site also counts as changed if its weight changes relative to the other sites' weights: two sums
-of the same sites with different weights reveal just as much.
+a site has used up the agreed number of changes, the other sites refuse to sign any sum that would be another change of
+this site, and no site opens a sum with too few signatures. The uploads of sites that have left or returned are assumed
+to be known to the server. Every sum must therefore contain enough sites that have never left or returned: any
+combination of sums that a server computes contains either all of these sites or none of them. A site is also recorded
+as changed if its weight changes relative to the other sites' weights, because two sums of the same sites with different
+weights reveal just as much. The same holds for a site that answers from another state than the other
+sites: an upload that is a difference from the state, such as SCAFFOLD's, is then large at this site alone.
 """
 
 from __future__ import annotations
@@ -19,29 +21,43 @@ from typing import Any, NamedTuple
 from fedloom_sites.deploy.secure.protocol import Broken
 
 MAX_CHANGES = 4
-"""Largest number of changes per site, which allows a site to be absent from the sums over its data twice.
+"""Maximum number of changes per site, which allows a site to be absent twice from the sums over its data.
 
-Secure aggregation hides the differences between the rows of a site, so the number is small. If a site is absent more
-often, the run has to wait for it.
+The number is small because every change reveals a difference between uploads of a site, which secure aggregation is
+meant to hide. If a site is absent more often, the run has to wait for it.
 """
 SAME_WEIGHT = 1e-6
-"""Relative difference below which two weights count as equal, because the other sites compute them in float32."""
+"""Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""Record of a site that no longer knows which sites its newest sum covers."""
+"""Record that marks a site as no longer knowing which sites its latest sum covers."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
-"""Weight of each site in a sum, by kind of sum and by site."""
+"""Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""
+
+
+class States(NamedTuple):
+    """States from which the sites in a sum answer.
+
+    Attributes:
+        experiment: name of the experiment, in which rounds are counted.
+        trained: round whose uploads are summed. None for a sum of something else.
+        bases: last accepted round of each site, by name.
+    """
+
+    experiment: str
+    trained: int | None
+    bases: Mapping[str, int]
 
 
 class Changes(NamedTuple):
-    """Sites of the newest sum, and the number of changes up to it.
+    """Sites in the latest sum, and the number of changes so far.
 
     Attributes:
-        record: plain values, namely `sites`, their `weights` by kind of sum, and the number of `changes` by site. Empty
-            before the first sum.
-        limit: largest number of changes per site.
-        steady: smallest number of sites in a sum that must never have changed.
+        record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), the number of
+            `changes` keyed by site, and the `states` of the latest sum of uploads. Empty before the first sum.
+        limit: maximum number of changes per site.
+        steady: minimum number of sites in a sum that have never left or returned.
     """
 
     record: Mapping[str, Any]
@@ -50,15 +66,16 @@ class Changes(NamedTuple):
 
     @property
     def sites(self) -> list[str]:
-        """Sites of the newest sum. Empty before the first sum."""
+        """Sites in the latest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
-    def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
-        """Return the sites by which a sum differs from the newest sum.
+    def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
+        """Return the sites whose presence, weight or state differs between a new sum and the latest sum.
 
         Args:
-            sites: sites of the sum.
+            sites: sites in the new sum.
             weights: weights of these sites.
+            states: states of these sites.
         """
         if "sites" not in self.record:
             return set()
@@ -66,24 +83,26 @@ class Changes(NamedTuple):
         for what, now in weights.items():
             before = self.record["weights"].get(what)
             changed |= set() if before is None else reweighted(before, now)
-        return changed
+        return changed | (self._find_moved_sites(states) & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
-        """Return those of the given sites that may no longer leave or return."""
+        """Return those of the given sites that may not leave or return again."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def after(self, sites: Collection[str], weights: Weights) -> Changes:
+    def add_sum(self, sites: Collection[str], weights: Weights, states: States) -> Changes:
         """Return the updated record after a sum.
 
         Args:
-            sites: sites of the sum.
+            sites: sites in the new sum.
             weights: weights of these sites.
+            states: states of these sites.
 
         Raises:
-            Broken: a site that has no changes left would change, or too few sites have never changed.
+            Broken: the sum would be one change too many for a site, or it contains too few sites that have never
+                changed.
         """
-        changed = self.changed(sites, weights)
+        changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):
             why = (
                 "the list of decrypted sums at this site was damaged, so sites can no longer leave the sums or return"
@@ -91,7 +110,10 @@ class Changes(NamedTuple):
                 else f"a site may leave the sums over the same data, or return, at most {self.limit} times "
                 "(changes in the table secure)"
             )
-            raise Broken(f"the sum contains other sites than the sum before, they differ in {', '.join(over)}; {why}")
+            raise Broken(
+                "the sum contains other sites than the sum before, or their weights or states changed, and they differ "
+                f"in {', '.join(over)}; {why}"
+            )
         used = self.record.get("changes", {})
         counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
         steady = [c for c in sites if c not in counts]
@@ -101,9 +123,12 @@ class Changes(NamedTuple):
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
                 "are required (key steady in the table secure)"
             )
+        trained = {"experiment": states.experiment, "round": states.trained, "bases": {**states.bases}}
+        kept = {"states": self.record["states"]} if "states" in self.record else {}
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
+                **(kept if states.trained is None else {"states": trained}),
                 "sites": sorted(sites),
                 "weights": {
                     **self.record.get("weights", {}),
@@ -113,9 +138,24 @@ class Changes(NamedTuple):
             }
         )
 
+    def _find_moved_sites(self, states: States) -> set[str]:
+        """Return the sites that answer from other states than most sites of the newest sum of uploads.
+
+        If the server accepted the newest sum, all its sites answer from the state of its round, otherwise from the
+        state before. In the first sum of an experiment, the sites of the newest sum answer from the same round.
+        """
+        newest = self.record.get("states", {})
+        is_same = newest.get("experiment") == states.experiment
+        before = newest["bases"] if is_same else dict.fromkeys(self.sites)
+        groups = dict[object, list[str]]()
+        for c in sorted({*states.bases} & {*before}):
+            base = states.bases[c]
+            groups.setdefault("earlier" if base == before[c] else base, []).append(c)
+        return {c for group in groups.values() for c in group} - {*max(groups.values(), key=len, default=[])}
+
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """Return the sites whose weight changed differently from most other weights between two sums.
+    """Return the sites whose weight changed by a different factor than the weights of the largest group of sites.
 
     Args:
         before: weights of each site in the first sum, one weight per kind of field.

@@ -1,9 +1,10 @@
-"""Counters: small numbers from every site, whose sum each site reads before it opens the corresponding sum of vectors.
+"""Counters: small integers from every site, whose total each site checks before it opens the sum of the vectors.
 
 A site sends its counters with its vector, under separate masks. The server first requests the shares that unmask the
-counters, and then sends the masked counters with these shares to all sites. Each site thus computes the sum of the
-counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters permit it. Both
-sums cover the same list of sites. The other sites may drop out as long as a threshold of the sites answers.
+counters, and then sends all sites the masked counters together with these shares. Each site thus computes the sum of
+the counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters permit it.
+Both sums cover the same list of sites. Sites may still drop out, as long as at least the threshold number of sites
+answers.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers, Secrets, Session
 
 ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS, ABSENT_COUNTS = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)
-"""Counters of one site that answers from its samples, that sends a neutral upload instead, that has no answer to a
-question or no scores, or that has no samples."""
+"""Counters that a site sends if it answers from its samples, sends a neutral upload instead, has no answer to a
+question or no scores, or has no samples."""
 COUNTER_COUNT = len(ANSWERED_COUNTS)
 COUNTERS_BYTES = SIGNATURE_BYTES + 8 * COUNTER_COUNT
 """Length in bytes of the message in which a site sends its counters."""
 
 
 class AnswerCounts(NamedTuple):
-    """Sums of the counters over all sites in a sum.
+    """Totals of the counters over all sites in a sum.
 
     Attributes:
         answered: number of sites that answered from their samples.
@@ -64,7 +65,7 @@ def write_counters(
 
 
 def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> bytes:
-    """Check the counter message of a site.
+    """Verify the signature on a site's counter message, and return the message.
 
     Raises:
         WireError: the message has the wrong length, or the site has not signed it.
@@ -82,19 +83,18 @@ def open_counters(
     session: Session, bound: bytes, peers: Collection[int], messages: Mapping[int, bytes],
     answers: Mapping[int, Mapping[int, bytes]], public: Mapping[int, Ed25519PublicKey],
 ) -> tuple[AnswerCounts, set[int]]:  # fmt: skip
-    """Open the sums of the counters, and return them with the sites whose shares are wrong.
+    """Return the totals of the counters, and the sites whose shares are wrong.
 
     Args:
         session: agreed session.
         bound: see `protocol.bound_to`.
         peers: sites that share masks with each other.
-        messages: messages of the sites in the sum (see `write_counters`).
-        answers: shares by owner (see `shares.reveal_shares`), for each site that sends shares.
+        messages: counter messages of the sites in the sum (see `write_counters`).
+        answers: shares from each site that answered, keyed by the owner of the secret (see `shares.reveal_shares`).
         public: verification keys of the sites.
 
     Raises:
-        Broken: the messages are not from the named sites, shares are missing, or the numbers cannot be sums of
-        counters.
+        Broken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of counters.
     """
     try:
         numbers = [read_counters(m, bound, public[c])[SIGNATURE_BYTES:] for c, m in messages.items()]
@@ -109,13 +109,13 @@ def open_counters(
 
 
 def check_enough(counts: AnswerCounts, threshold: int) -> None:
-    """Raise if fewer sites than the threshold contribute to a sum, or a site is silent, so that the sum stays closed.
+    """Raise an error, so that the sum stays closed, if too few sites contribute to it or any site is silent.
 
-    The question of the next step may hardly differ. The difference between its sum and a sum without a silent site
-    would be the answer of that site.
+    The question of the next step may be almost the same. The sum of its answers, minus a sum that lacks a silent site,
+    would then reveal the answer of that site.
 
     Raises:
-        Broken: too few sites contribute, or a site is silent. The message contains the number.
+        Broken: too few sites contribute, or a site is silent. The message states how many.
     """
     if counts.answered < threshold:
         raise Broken(
@@ -129,9 +129,9 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _masks(bound: bytes) -> bytes:
-    """Return the label for the counters' masks.
+    """Return the label from which the counters' masks are derived.
 
-    The mask streams of the counters differ from those of the vectors.
+    With it, the mask streams of the counters differ from those of the vectors.
     """
     return secure.derived(bound, b"", b"counters")
 

@@ -1,4 +1,4 @@
-"""Integer representation for masked sums: multiples of a resolution, modulo 2^64."""
+"""Integer representation of the numbers in masked sums: multiples of a resolution, modulo 2^64."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
 RESOLUTION_BITS = 36
-"""A number is sent as a multiple of the resolution 2^-36."""
+"""A number is sent as an integer multiple of 2^-36."""
 MAX_NUMBER = 2.0**14
-"""A number is clipped to -2^14..2^14. The range of a change is twice as wide.
+"""A number is clipped to the range -2^14..2^14. A change, which is the difference of two numbers, has twice this range.
 
 The sum of 100 numbers or changes stays below 2^58 steps, so no sum wraps around.
 """
 
 
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
-    """Return numbers ``[D]`` as integers on the grid, and how many of them were clipped.
+    """Convert numbers ``[D]`` to integer multiples of the resolution, and return how many were clipped.
 
     Numbers outside the range are clipped to its limits.
 
-    A NaN becomes zero and counts as clipped: an error would tell the server that a NaN occurred.
+    A NaN becomes zero and is counted as clipped, because an error would tell the server that a NaN occurred.
     """
     numbers = np.nan_to_num(values.astype(np.float64, copy=False), nan=0.0, posinf=MAX_NUMBER, neginf=-MAX_NUMBER)
     clipped = np.clip(numbers, -MAX_NUMBER, MAX_NUMBER)

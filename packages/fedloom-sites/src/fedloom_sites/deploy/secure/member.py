@@ -1,9 +1,9 @@
-"""Site's side of secure aggregation, which masks the site's vectors.
+"""The site's side of secure aggregation, which masks the site's vectors.
 
-A site keeps only the secrets of the newest session, on its own disk, in a folder that no one else can read. The site
+A site keeps only the secrets of the latest session, on its own disk, in a folder that only its owner can read. The site
 deletes the secrets when it sends its answer to the last step. A repeated message receives the same answer. A different
-message for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged file
-ends its session, but has no other effect.
+message for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged
+session file ends its session, but has no other effect.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fedloom_sites.deploy.settings import Secure, Site
 
 
 def check_maskable(setting: Setting) -> None:
-    """Raise an error if a run's server needs the uploads of single sites.
+    """Raise an error if a run's server needs the uploads of individual sites.
 
     Raises:
-        ConfigError: a part of the run needs the uploads of single sites. The message names the part.
+        ConfigError: a part of the run needs the uploads of individual sites. The message names the part.
     """
     setting = setting.resolved()
     name, fields = type(setting.method).__name__, upload_fields(type(setting.method))
@@ -90,7 +90,7 @@ def check_maskable(setting: Setting) -> None:
 
 
 class SessionMember:
-    """Member of a session, representing one site.
+    """One site's participation in a session of secure aggregation.
 
     Args:
         site: settings of the site, with secure aggregation.
@@ -105,7 +105,9 @@ class SessionMember:
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         agreed = site.secure
-        self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
+        self._opened = OpenedSums(
+            folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.site
+        )
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Return this site's public keys for a new session, which replaces the previous session (step 1)."""
@@ -117,11 +119,11 @@ class SessionMember:
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
             record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             self._save(record)
-        progress_of(record).after("keys")
+        progress_of(record).advance("keys")
         return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return shares of this site's secrets, sealed for every other site with an advertisement (step 2)."""
+        """Return shares of this site's secrets, sealed for every other site that advertised keys (step 2)."""
         record = self._session(round, nonce, "shares")
         self._store_once(record, "adverts", message.hex())
         if "shares" not in record:
@@ -138,20 +140,20 @@ class SessionMember:
     ) -> bytes:  # fmt: skip
         """Read the other sites' shares (first half of step 3), and return accusations.
 
-        These are the sites with which this site will share masks.
+        This site will share masks with the sites that sent these shares.
 
         Args:
             round: round of the run.
             nonce: nonce of the session.
-            message: sealed shares, sorted by sender.
+            message: sealed shares from the other sites.
             terms: terms that describe the vector to mask.
             weights: weights of every site in its sums (see `Terms.weights`).
-            is_noisy: True if the sum contains noise that the privacy accounting covers, so that the sites may differ
-                from those of the last sum.
+            is_noisy: True if the sum contains noise that the privacy accounting covers, so that it may include
+                different sites than the last sum.
 
         Returns:
-            Accusations by accused site if a share cannot be decrypted, otherwise no bytes. After an accusation, the
-            session has ended at this site.
+            Accusations, keyed by accused site, if a share cannot be decrypted, otherwise empty bytes. An accusation
+            ends the session at this site.
         """
         record = self._session(round, nonce, "masked")
         self._store_once(record, "inbox", message.hex())
@@ -185,30 +187,30 @@ class SessionMember:
 
     @property
     def answer(self) -> tuple[Integers, tuple[int, ...]] | None:
-        """Numbers and counters that `keep_answer` has stored in the session, or None."""
+        """Integers and counters that `keep_answer` stored for this session, or None if nothing is stored."""
         stored = self._load().get("answer")
         if stored is None:
             return None
         return np.frombuffer(bytes.fromhex(stored["numbers"]), dtype="<u8"), tuple(stored["counters"])
 
     def keep_answer(self, numbers: Integers, counts: Sequence[int]) -> None:
-        """Store scores, or the answer to a question, so that a repeated message gets them although rows have changed.
+        """Store scores or the answer to a question, so that a repeated message receives them even if rows have changed.
 
         Args:
-            numbers: scores or the answer, as whole numbers.
+            numbers: scores or answer, encoded as integers.
             counts: counters of the site.
         """
         stored = {"numbers": numbers.astype("<u8", copy=False).tobytes().hex(), "counters": [*counts]}
         self._save(self._load() | {"answer": stored})
 
     def masked(self, round: int, nonce: bytes, vector: Integers, counts: Sequence[int] = ()) -> bytes:
-        """Return this site's signature that all sites may be summed, then its masked vector (second half of step 3).
+        """Return this site's signed consent to a sum of all sites, then its masked vector (second half of step 3).
 
         Args:
             round: round of the run.
             nonce: nonce of the session.
             vector: ``[D]``.
-            counts: this site's counters (see `counters`), whose sum the sites read before they open the sum of the
+            counts: this site's counters (see `counters`), whose total the sites check before they open the sum of the
                 vectors. Empty if the sum is opened without counters.
         """
         record = self._session(round, nonce, "masked")
@@ -226,7 +228,7 @@ class SessionMember:
         return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return the one-time keys of this site's messages that other sites report as unreadable."""
+        """Return the one-time keys for those of this site's messages that other sites report as undecryptable."""
         record = self._session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _secrets(record)
         for accuser, signature in _read(message, SIGNATURE_BYTES).items():
@@ -237,7 +239,7 @@ class SessionMember:
         return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return this site's signature that the sum may cover the sites whose vectors have arrived (step 4).
+        """Return this site's signed consent to a sum over the sites whose vectors have arrived (step 4).
 
         This step is needed only if some vectors are missing.
         """
@@ -249,10 +251,10 @@ class SessionMember:
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
     def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return shares of the seeds of the counters' masks, which precede step 5 in a session with counters.
+        """Return the shares that unmask the counters, before step 5 of a session with counters.
 
-        The site records the sum first. From then on, the site opens no other sum of this round, so the counters cover
-        exactly this list of sites.
+        The site first records which sites the sum covers. From then on, the site opens no other sum of this round, so
+        the counters cover exactly this list of sites.
         """
         record = self._session(round, nonce, "count")
         if not record["counters"]:
@@ -267,14 +269,14 @@ class SessionMember:
         return self._bytes(record, "counted")
 
     def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
-        """Return shares of the seeds of sites that arrived, and of the masking keys of the other sites (step 5).
+        """Return shares of the seeds of sites whose vectors arrived, and of the other sites' masking keys (step 5).
 
         Args:
             round: round of the run.
             nonce: nonce of the session.
             message: signatures of the sites in the sum.
             counted: masked counters of all sites in the sum. Empty if the session has no counters.
-            openers: shares that unmask the counters, by the site that sent them.
+            openers: shares that unmask the counters, keyed by the site that sent them.
 
         Raises:
             Broken: the sum may not be opened. In a session with counters, this includes a sum in which too few sites
@@ -299,7 +301,7 @@ class SessionMember:
     def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
         """Record that a sum is opened, and return its sites.
 
-        Each site is listed with or without a signature.
+        `signed` lists every site in the sum with its signature, or with zeros if the site has not signed.
 
         Raises:
             Broken: the sum may not be opened.
@@ -316,14 +318,15 @@ class SessionMember:
         return arrived
 
     def _check_change(self, record: dict[str, Any], clients: Collection[int]) -> None:
-        """Raise an error if a sum differs from the last sum by a site that has left or returned too often.
+        """Raise an error if a sum differs from the last sum in a site that has already left or returned too often.
 
         Raises:
             Broken: a site has left or returned too often. The message contains the site's name.
         """
         weights = _weights_by_sum(record)
         if weights is not None:
-            self._opened.check_change([str(c) for c in clients], weights)
+            bases = {str(c): record["bases"][str(c)] for c in clients}
+            self._opened.check_change(record["sums"], bases, weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.
@@ -374,10 +377,10 @@ class SessionMember:
         return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
     def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
-        """Check that the session's stage permits an answer to a message, and return the session's record."""
+        """Check that the session's stage permits an answer to this kind of message, and return the session's record."""
         record = self._load()
         same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
-        (progress_of(record) if same else Progress()).after(kind)
+        (progress_of(record) if same else Progress()).advance(kind)
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
@@ -389,7 +392,7 @@ class SessionMember:
             raise Broken(f"the {name} of a session cannot change")
 
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
-        """Return the session of the sites that advertised, and check their advertisements when they first arrive."""
+        """Return the session of the sites that advertised keys, after checking newly arrived advertisements."""
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)
@@ -413,12 +416,12 @@ class SessionMember:
 
 @lru_cache(maxsize=1)
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
-    """Rebuild a record's session from its messages."""
+    """Rebuild a session from its stored advertisements."""
     return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
 
 
 def _listed(clients: Collection[int]) -> str:
-    """Return a list of sites as hexadecimal digits."""
+    """Encode a list of sites as hexadecimal digits."""
     return secure.join_parts(dict.fromkeys(clients, b"")).hex()
 
 
@@ -435,7 +438,7 @@ def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]
 
 
 def _list_held_shares(record: dict[str, Any]) -> dict[int, bytes]:
-    """Return the shares of other sites that a site stores, sorted by owner."""
+    """Return the shares of the sites' secrets that this site holds, keyed by the owner of the secret."""
     return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 

@@ -1,12 +1,12 @@
-"""Memory of the sums for which a site has given shares, so that no later sum reveals the difference between two sums.
+"""Record of the sums that a site has helped to open, so that it can refuse a sum that would reveal a difference.
 
-The memory belongs to a site and its data, identified by the agreed name of the data. A different experiment, snapshot
-of the rows or key continues the same memory.
+There is one record per site and data set, and the data set is identified by its agreed name. The record continues
+across experiments, snapshots of the rows, and keys.
 
-Each round has only one sum: for one model, one set of sites, and one state of each site. If the same models are
-requested again in a different round or experiment, the sites and states must either be the same or differ in so many
-sites that the difference is itself a sum of enough sites. Sums of other models may hardly differ, so they must also
-cover the same sites with the same weights (see `fedloom_sites.deploy.secure.changes`).
+Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
+models are requested again in a different round or experiment, the sites and states must either be the same or differ in
+so many sites that the difference is itself a sum of enough sites. Different models may be almost the same, so sums over
+them must also cover the same sites with the same weights (see `fedloom_sites.deploy.secure.changes`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,41 +22,42 @@ from typing import Any
 from fedloom.storage import hold, make_folder, release, write_atomic
 from fedloom.storage.disk import regular
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
-from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes
+from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes, States
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
 REMEMBERED_SUMS = 64
-"""Number of an experiment's newest sums that a site remembers. The site takes no part in a sum of an older round."""
+"""Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 EXPERIMENTS_REMEMBERED = 32
-"""Number of newest experiments whose summed models a site remembers.
+"""Number of most recent experiments whose summed models a site remembers.
 
-Across all experiments, the site remembers the sites of the newest sum.
+The sites in the latest sum are remembered across all experiments.
 """
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
-"""End of the name of a file in which a site records the steps of an analysis before it answers the steps."""
-ANALYSES = "analyses"
-"""Entry for the steps of every analysis that has not been summed since the record was created."""
+"""Ending of the name of the file in which a site records each step of an analysis before it answers that step."""
+ANALYSES_ENTRY = "analyses"
+"""Key of the entry that applies to every analysis without an entry of its own."""
 
 
 class OpenedSums:
-    """A site's sums over one set of data.
+    """A site's record of the sums over one data set.
 
     Args:
         folder: folder with the site's state in this experiment.
-        memory: folder in which the site remembers facts about these data. None if the site remembers only this
-            experiment.
+        memory: folder for what the site remembers about these data across experiments. None if the site remembers only
+            this experiment.
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
-        changes: number of times that a site may leave the sums or return to them (see `Changes`).
-        steady: smallest number of sites in a sum that must never have left or returned.
+        changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
+        steady: minimum number of sites in a sum that have never left or returned.
+        own: name of this site.
     """
 
     def __init__(
         self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = MAX_CHANGES,
-        steady: int = 0,
+        steady: int = 0, own: str = "",
     ) -> None:  # fmt: skip
-        self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
+        self._folder, self._names, self._limit, self._steady, self._own = folder, names, changes, steady, own
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
@@ -78,24 +79,30 @@ class OpenedSums:
             if before is not None and _ended(experiment, before):
                 self._write(record)
 
-    def check_change(self, clients: Collection[str], weights: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Raise an error if a sum differs from the last sum by a site that has left or returned too often.
+    def check_change(
+        self, sums: Mapping[str, int], bases: Mapping[str, int], weights: Mapping[str, Mapping[str, Sequence[float]]]
+    ) -> None:
+        """Raise an error if a sum differs from the last sum in a site that has already left or returned too often.
 
         Args:
-            clients: numbers of the sites.
-            weights: each site's weights in the sum, by kind of sum (see `reveal`).
+            sums: round of each sum, by kind of sum.
+            bases: round of the state from which each site in the sum answers, by the site's number.
+            weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis (see
+                `reveal`).
 
         Raises:
             Broken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
-            self._changes(record).after(*self._counting(clients, weights))
+            self._check_name(record)
+            states = self._collect_states(sums, bases)
+            self._changes(record).add_sum(*self._counting(bases, weights), states)
 
     def stays_neutral(self) -> bool:
-        """Return True if uploads must stay neutral, as another answer and the next neutral upload would be too many.
+        """Return True if uploads must stay neutral, because switching twice more would exceed the agreed changes.
 
-        The content of a neutral upload is known, so the difference between a sum with it and the sum before reveals the
-        site's earlier upload. The effect is the same as if the site had left the sum.
+        The content of a neutral upload is known, so the difference between a sum that contains it and the previous sum
+        reveals the site's earlier upload. The effect is the same as if the site had left the sum.
         """
         with self._open() as record:
             return bool(record["neutral"]) and int(record["turns"]) >= max(1, self._limit - 1)
@@ -109,19 +116,21 @@ class OpenedSums:
 
         Args:
             name: name of the session, as hexadecimal digits.
-            sums: round of each sum, by kind of sum.
-            models: digest of the summed models, by kind of sum. Empty for none.
-            bases: round of the state from which each site in the sum answers, by the site's number.
-            threshold: smallest number of sites in a sum.
-            question: subject of the sum if it does not concern models. Each round of a question is one step, and all
-                steps cover the same sites.
-            weights: each site's weights in the sum, by kind of sum and the site's number. All weights of a site are
-                zero if its contribution is known. None if the sum contains noise and may therefore cover any sites.
+            sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
+            models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis. Empty for
+                none.
+            bases: round of the state from which each site in the sum answers, keyed by the site's number.
+            threshold: minimum number of sites in a sum.
+            question: question that the sum answers, or an empty string if the session has no question. For a question,
+                the round is the number of its step, and all steps cover the same sites.
+            weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis, and then
+                by the site's number. All weights of a site are zero if its contribution is already known. None if the
+                sum contains noise and may therefore cover any sites.
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:
-            Broken: the sum would reveal a difference that covers too few sites, or belongs to a different model in the
-                same round.
+            Broken: the sum would reveal a difference that covers too few sites, its round was already summed for
+                different sites, states or models, or its round is too old to check.
         """
         with self._open() as record:
             experiment, bases = self._read_experiment(record), {self._name(c): t for c, t in bases.items()}
@@ -129,7 +138,7 @@ class OpenedSums:
             for what, t in sums.items():
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
                 forgotten = experiment["forgotten"]
-                if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES, -1)):
+                if t <= forgotten.get(what, -1 if what in ("uploads", "scores") else forgotten.get(ANALYSES_ENTRY, -1)):
                     raise Broken(
                         f"round {t} is too long ago: fedloom no longer knows whether the {what} of "
                         "this round were already summed"
@@ -156,8 +165,10 @@ class OpenedSums:
                     del opened[oldest]
                     experiment["forgotten"][what] = int(oldest)
             if is_new and weights is not None:
-                changes = self._changes(record).after(*self._counting(bases, weights))
-                record |= {"sites": changes.record}
+                changes = self._changes(record).add_sum(
+                    *self._counting(bases, weights), self._collect_states(sums, bases)
+                )
+                record |= {"sites": changes.record, "own": self._own}
             if is_new and "uploads" in sums and any(counts[:2]):
                 is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
                 record["turns"] += is_neutral != record["neutral"]
@@ -184,12 +195,28 @@ class OpenedSums:
             what: {c: values for c, values in one.items() if c not in recorded} for what, one in named.items()
         }
 
+    def _check_name(self, record: Mapping[str, Any]) -> None:
+        """Raise if this site took part in sums over the data under another name, whose changes are counted apart.
+
+        Raises:
+            Broken: the site has another name in this agreement.
+        """
+        if record.get("own", self._own) != self._own:
+            raise Broken(
+                "this site took part in earlier sums over these data under another name, and its changes would be "
+                "counted anew. Keep the name of the site in the agreement"
+            )
+
+    def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
+        named = {self._name(c): t for c, t in bases.items()}
+        return States(self._folder.name, sums.get("uploads"), named)
+
     def _changes(self, record: Mapping[str, Any]) -> Changes:
         return Changes(record["sites"], self._limit, self._steady)
 
     @staticmethod
     def _find_same_models(record: Mapping[str, Any], what: str, models: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the sums of all experiments over the same models."""
+        """Yield the sums over the same models in all experiments."""
         for experiment in record["experiments"].values() if models else ():
             for one in experiment["opened"].get(what, {}).values():
                 if one["models"] == models:
@@ -199,13 +226,13 @@ class OpenedSums:
     def _open(self) -> Iterator[dict[str, Any]]:
         """Yield the record while holding its lock.
 
-        All of the site's processes with experiments on the same data share the record.
+        All of the site's processes that run experiments on the same data share the record.
 
-        If the record is missing or damaged, but the site has given shares for a sum, it does not know which sites that
+        If the record is missing or damaged although the site has given shares for a sum, it is unknown which sites that
         sum covered. In that case, the next sum fixes the sites, and from then on no site may leave or return.
         """
         had_folder = self._memory.is_dir()
-        with in_turn(self._memory):
+        with lock_folder(self._memory):
             values = read_checked(self._memory / OPENED_FILE)
             if values is None:
                 lost = had_folder and any(_summed_rounds(f.parent) for f in self._folder.parent.glob(f"*/{SENT_FILE}"))
@@ -220,13 +247,12 @@ class OpenedSums:
     def _read_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the part of the record that belongs to this experiment.
 
-        If there is no such part, all rounds up to the newest round count as summed.
+        If there is no such part, all rounds up to the newest round are treated as summed.
 
-        The newest round is the round of an existing state, or of a session for which the site gave shares according to
-        its log of sent data. All steps of analyses then also count as summed, unless complete records show that the
-        site
-        has not answered any step: a site records a step before it masks a vector, and gives no shares for a sum without
-            its own vector.
+        The newest round is taken from the existing states, and from the sessions for which the site gave shares
+        according to its log of sent data. All steps of analyses are then treated as summed as well, unless complete
+        records show that the site has not answered any step. A site records a step before it masks a vector, and gives
+        no shares for a sum without its own vector.
         """
         content: dict[str, Any] | None = record["experiments"].get(self._folder.name)
         if content is not None:
@@ -235,7 +261,7 @@ class OpenedSums:
         newest = max([*rounds, *_summed_rounds(self._folder)], default=-1)
         answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_END}")]
         untouched = bool(answered) and all(one.get("whole") is True and not one["steps"] for one in answered)
-        steps = {} if newest < 0 or untouched else {ANALYSES: MOST_STEPS}
+        steps = {} if newest < 0 or untouched else {ANALYSES_ENTRY: MOST_STEPS}
         document = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
         record["experiments"][self._folder.name] = document
         self._write(record)
@@ -243,7 +269,7 @@ class OpenedSums:
 
 
 @contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process works on a folder's files, and create the folder if it is missing.
 
     Raises:
@@ -269,7 +295,7 @@ def _summed_rounds(folder: Path) -> list[int]:
 
 
 def _ended(record: dict[str, Any], name: str) -> bool:
-    """Record that a session has ended, and return True if the record did not contain the session yet."""
+    """Record that a session has ended, and return True if it was not yet recorded as ended."""
     new = name not in record["past"]
     if new:
         record["past"] = [*record["past"], name][-REMEMBERED_SUMS:]
@@ -289,7 +315,7 @@ def read_checked(path: Path) -> dict[str, Any] | None:
 
 
 def write_checked(path: Path, values: Mapping[str, object]) -> None:
-    """Write plain values and their checksum durably, in a folder that only its owner can read."""
+    """Write JSON-compatible values and their checksum durably, in a folder that only its owner can read."""
     make_folder(path.parent, mode=0o700)
     text = json.dumps(values).encode()
     write_atomic(path, text + b"\n" + hashlib.sha256(text).hexdigest().encode())

@@ -1,4 +1,4 @@
-"""Keep requested sums on the server's disk, so that each sum is revealed for only one set of sites.
+"""Requested sums, stored on the server's disk so that each sum is revealed for only one set of sites.
 
 The server repeats its request for a sum, in the same session and to all connected sites in the sum, until enough sites
 have given their shares. The server then keeps only the sum and sends no more requests. A damaged file is treated as
@@ -32,18 +32,20 @@ class PendingSum(NamedTuple):
     Attributes:
         round: round of the session.
         nonce: nonce of the session.
-        adverts: keys of the session's sites, as a message.
+        adverts: encoded advertisements of the sites in the session.
         question: digest of the request to the sites.
         shared: sites that share masks with each other.
         clients: sites whose vectors have arrived and are part of the sum.
-        signed: signatures of these sites on the list of these sites.
-        sums: round of each sum, by kind of sum.
-        models: digest of the summed models, by kind of sum.
+        signed: signatures of these sites on the list of sites in the sum.
+        sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
+        models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
         total: sum of the vectors, masked until the sum is revealed.
         attempts: number of times the sum has been requested.
-        told: True if the masks have been removed.
-        counters: masked counters by client, if the sites read the sum of the counters before they open this sum.
-        shown: shares that unmask the counters, by the site that gave them. Empty until the sites give these shares.
+        told: True if the masks have been removed from the sum.
+        counters: masked counters keyed by client, if the sites check the total of the counters before they open this
+            sum.
+        shown: shares that unmask the counters, keyed by the site that gave them. Empty until the sites have given these
+            shares.
     """
 
     round: int
@@ -63,7 +65,7 @@ class PendingSum(NamedTuple):
 
 
 class PendingSums:
-    """Newest requested sum for every kind.
+    """Latest requested sum of each kind.
 
     Args:
         folder: folder with the checkpoints.
@@ -73,7 +75,7 @@ class PendingSums:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """Return the newest sum of a kind, or None if it does not exist or its file is missing or damaged."""
+        """Return the latest sum of a kind, or None if it does not exist or its file is missing or damaged."""
         entry = self._read().get(what)
         if entry is None:
             return None
@@ -90,7 +92,7 @@ class PendingSums:
         return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
     def about(self, what: str) -> tuple[int, str]:
-        """Return the round and the models of the newest sum of a kind without reading the sum itself.
+        """Return the round and the models of the latest sum of a kind without reading the sum itself.
 
         The round is -1 if no such sum exists.
         """
@@ -100,7 +102,7 @@ class PendingSums:
         except (KeyError, TypeError, AttributeError):
             return -1, ""
 
-    def of(self, sums: Mapping[str, int]) -> PendingSum | None:
+    def find_match(self, sums: Mapping[str, int]) -> PendingSum | None:
         """Return the stored sum that matches one of the given kinds and rounds, or None if there is none."""
         matches = (pending for what, t in sums.items() if self.about(what)[0] == t and (pending := self.newest(what)))
         return next(matches, None)

@@ -1,33 +1,36 @@
 """Secure aggregation: the server learns the sum of the vectors that the sites send, but no single vector.
 
-The module implements the protocol of Bonawitz et al. (CCS 2017) on the complete graph, tolerates up to n - threshold
-sites that drop out, and protects against a malicious server that colludes with c sites, if 2 T > n + c (their Theorem
-6.5). Each attempt to compute a sum is a session. A session has four steps, or five if a site drops out along the way.
+The module implements the protocol of Bonawitz et al. (CCS 2017) on the complete graph of n sites. With a threshold of T
+sites, it tolerates up to n - T dropouts, and protects against a malicious server that colludes with c sites if 2 T > n
++ c (their Theorem 6.5). Each attempt to compute a sum is a session. A session has four steps, or five if a site drops
+out along the way.
 
 1. Every site generates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
    and a commitment to the seed.
 2. Every site splits its seed and its masking key into Shamir shares, of which any ``threshold`` restore the secrets. It
    encrypts one share of each secret for every other site, and signs each of these messages, so that no other site can
    have forged a bad share.
-3. Every site adds a mask from its own seed, and for every other site a mask from the key that both sites share. The two
-   sites add this mask with opposite signs. Numbers are integers modulo 2^64 (see `integers`), so a masked vector is
-   uniformly distributed regardless of its content. The masks depend on the entire request to the sites and on the list
-   of sites that shared secrets (see `bound_to`), so masks cancel only between sites that received the same request and
-   list. Along with its vector, a site signs that the sum may cover all sites that shared secrets (see `statement`).
+3. Every site adds to its vector a mask derived from its own seed, and for every other site a mask derived from the key
+   that the two sites share. The two sites add this pairwise mask with opposite signs. Numbers are integers modulo 2^64
+   (see `integers`), so a masked vector is uniformly distributed regardless of its content. The masks depend on the
+   entire request to the sites and on the list of sites that shared secrets (see `bound_to`), so masks cancel only
+   between sites that received the same request and list. Along with its vector, a site signs that the sum may cover all
+   sites that shared secrets (see `statement`).
 4. If a vector is missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
    list.
 5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the other
-   sites. They never reveal shares of both secrets of a site, and reveal shares only for a list that ``threshold`` sites
-   have signed. With these shares, the server removes the masks from the sum. There is a commitment to both secrets, so
-   wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
+   sites. They never reveal shares of both secrets of the same site, and reveal shares only for a list that
+   ``threshold`` sites have signed. With these shares, the server removes the masks from the sum. Each site has
+   committed to both of its secrets, so wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
 
-Two different lists can both be opened only if ``threshold`` sites have signed each of them. A site that has signed a
-list in step 4 opens no other list, so both lists together require T - c honest sites twice, i.e. 2 T <= n + c.
+Two different lists can both be opened only if ``threshold`` sites have signed each of them. An honest site that has
+signed a list in step 4 opens no other list. Opening both lists therefore takes T - c honest sites for each of them,
+which is possible only if 2 T <= n + c.
 
 Masks are ChaCha20 streams with 256-bit keys derived by HKDF-SHA256. Shares are encrypted with AES-256-GCM. The sender
-uses one key pair per receiver, and the associated data are the digest of all advertised keys, so an answer to different
-keys cannot be decrypted. All random bits come from the operating system. The ciphers come from ``cryptography``, and
-the secret sharing from PyCryptodome.
+uses a separate key pair for each receiver, and the digest of all advertised keys is authenticated as associated data,
+so a share for a different set of keys cannot be decrypted. All random bits come from the operating system. The ciphers
+come from ``cryptography``, and the secret sharing from PyCryptodome.
 """
 
 from __future__ import annotations
@@ -51,13 +54,13 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedloom.errors import Refused, WireError
 
 MIN_SITES, MAX_SITES = 3, 100
-"""Smallest number of sites in a sum, and largest number of sites in a session. With only two sites, each would learn
-the other's vector from the sum."""
+"""Minimum number of sites in a sum, and maximum number of sites in a session. With only two sites, each would learn the
+other's vector from the sum."""
 ACCUSATION_PREFIX = b"accuses\n"
 """Prefix of an answer in step 3 that accuses another site of an unreadable share."""
 KEY_BYTES, SIGNATURE_BYTES = 32, 64
 MOST_STEPS = 1 << 16
-"""Largest number of steps in an analysis, regardless of the agreement."""
+"""Maximum number of steps in an analysis, regardless of the agreement."""
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
 """Vector ``[D]`` of integers modulo 2^64."""
@@ -71,8 +74,8 @@ class Secrets(NamedTuple):
     """Secrets that a site generates for one session.
 
     Attributes:
-        sealing, masking: private keys for encrypting its shares and for its masks.
-        seed, counting: seeds of the site's masks for its vector and for its counters, which are opened first.
+        sealing, masking: private keys for encrypting the site's shares and for its masks.
+        seed, counting: seeds of the masks for the site's vector and for its counters, which are opened first.
     """
 
     sealing: bytes
@@ -94,13 +97,13 @@ class Advert(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """State on which all sites of a session agree.
+    """State that all sites in a session agree on.
 
     Attributes:
         name: 32 bytes. Never used twice.
         threshold: number of sites needed to unmask anything, at least `min_threshold` of all sites.
-        adverts: advertisements by client, in ascending order. A site's position in this order is also the position of
-            its shares.
+        adverts: advertisements keyed by client, in ascending order. A site's position in this order is also the index
+            of its Shamir shares.
     """
 
     name: bytes
@@ -117,30 +120,30 @@ class Session:
 
 
 def min_threshold(sites: int) -> int:
-    """Return the smallest threshold for a number of sites: a majority, and at least `MIN_SITES`."""
+    """Return the minimum threshold for a number of sites: a majority, and at least `MIN_SITES`."""
     return max(MIN_SITES, sites // 2 + 1)
 
 
 def safe_threshold(sites: int) -> int:
-    """Return the threshold by Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
+    """Return a threshold that protects against a server colluding with sites (Bonawitz et al. 2017, Section 6.2).
 
-    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5). This threshold tolerates colluding sites as long
-    as they are fewer than a third of the sites.
+    Their proof requires 2 T > n + c for a threshold T, n sites, and c colluding sites (Theorem 6.5). This threshold
+    tolerates the collusion of fewer than a third of the sites.
     """
     return max(MIN_SITES, 2 * sites // 3 + 1)
 
 
 def colluders(sites: int, threshold: int) -> int:
-    """Return the largest number of sites that can collude with a server without learning another site's upload.
+    """Return the maximum number of sites that can collude with a server without learning another site's upload.
 
-    The condition 2 T > n + c limits the server to one sum, and T >= c + 2 leaves two other sites in that sum after c
-    sites subtract their uploads.
+    With n sites and a threshold T, the condition 2 T > n + c limits the server to one sum, and T >= c + 2 leaves two
+    other sites in that sum after the c colluding sites subtract their uploads.
     """
     return min(2 * threshold - sites - 1, threshold - 2)
 
 
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
-    """Return a session's name, computed from the agreement, the round and 16 random bytes of the server."""
+    """Return a session's name, computed from the agreement, the round, and 16 random bytes chosen by the server."""
     return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce).digest()
 
 
@@ -164,7 +167,8 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
     """Check that every advertisement comes from its site and belongs to this session.
 
     Raises:
-        Broken: an advertisement is forged, from a different session, without an owner, or a duplicate.
+        Broken: an advertisement is forged, belongs to a different session or an unknown client, repeats a client or a
+            key, or contains a key with which no site has a common secret.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise Broken("the keys of one site are advertised twice")
@@ -178,6 +182,8 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
             keys[a.client].verify(a.signature, _advertised(session, a))
         except InvalidSignature:
             raise Broken(f"the keys of client {a.client} are not signed by that client for this session") from None
+        for public in (a.sealing, a.masking):  # a point of small order gives no common secret with any private key
+            common(private_key(bytes(KEY_BYTES)), public)
 
 
 def _advertised(session: bytes, a: Advert) -> bytes:
@@ -200,7 +206,7 @@ def private_key(private: bytes) -> X25519PrivateKey:
 
 
 def common(private: X25519PrivateKey, public: bytes) -> bytes:
-    """Compute the secret that only the owners of two key pairs know.
+    """Compute the Diffie-Hellman secret that only the owners of two key pairs know.
 
     Raises:
         Broken: the public key is not a valid point, so there is no common secret.
@@ -212,7 +218,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
 
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
-    """Return 256 bits derived from a secret for a single use, by HKDF-SHA256."""
+    """Derive 256 bits for a single use from a secret, with HKDF-SHA256."""
     return HKDF(SHA256(), KEY_BYTES, salt, b"fedloom " + use).derive(secret)
 
 
@@ -226,19 +232,19 @@ def bound_to(session: Session, question: bytes, peers: Collection[int]) -> bytes
 
 
 def statement(bound: bytes, arrived: Collection[int]) -> bytes:
-    """Encode the statement about the sites in a sum that a site signs."""
+    """Encode the statement that a site signs to consent to a sum over the given sites."""
     return b"fedloom sum\n" + bound + join_parts(dict.fromkeys(arrived, b""))
 
 
 def check_statement(
     session: Session, bound: bytes, signed: Mapping[int, bytes], keys: Mapping[int, Ed25519PublicKey]
 ) -> None:
-    """Check that at least a threshold of sites signed the same set of sites for the same question.
+    """Check that at least the threshold number of sites signed the same list of sites for the same request.
 
     Args:
         session: agreed session.
         bound: see `bound_to`.
-        signed: signatures of the sites in the sum, empty if a signature is missing.
+        signed: signature of each site in the sum, or zeros if its signature is missing.
         keys: verification keys of all sites.
 
     Raises:
@@ -272,7 +278,7 @@ def stream(key: bytes, length: int) -> Integers:
 def masked(
     session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
 ) -> Integers:
-    """Return a site's vector ``[D]``, masked with its own mask and with the masks that it shares with the ``peers``."""
+    """Mask a site's vector ``[D]`` with its own mask and with the masks that it shares with the ``peers``."""
     total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
     masking = private_key(secrets.masking)
     for peer in peers:
@@ -296,7 +302,7 @@ def _add_pair(
 def unmasked(
     session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
-    """Return the sum of the arrived vectors without masks.
+    """Remove the masks from the sum of the vectors that arrived, and return it.
 
     Args:
         session: agreed session.
@@ -320,12 +326,12 @@ def unmasked(
 
 
 def join_parts(parts: Mapping[int, bytes]) -> bytes:
-    """Return a message that contains a part of equal length for each client."""
+    """Join one part of equal length per client into a message."""
     return b"".join(client.to_bytes(4, "little") + part for client, part in sorted(parts.items()))
 
 
 def split_parts(message: bytes, width: int) -> dict[int, bytes]:
-    """Return the parts of a message by client, where each part has ``width`` bytes.
+    """Split a message into parts of ``width`` bytes, keyed by client.
 
     Raises:
         WireError: the bytes are not a valid list of parts.
@@ -341,12 +347,12 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
 
 
 def write_adverts(adverts: Collection[Advert]) -> bytes:
-    """Return advertisements as a message."""
+    """Encode advertisements as a message."""
     return join_parts({a.client: a.sealing + a.masking + a.seed + a.counting + a.signature for a in adverts})
 
 
 def read_adverts(message: bytes) -> list[Advert]:
-    """Return the advertisements in a message.
+    """Decode the advertisements in a message.
 
     Raises:
         WireError: the bytes are not advertisements.
@@ -357,5 +363,5 @@ def read_adverts(message: bytes) -> list[Advert]:
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:
-    """Build the session of all sites with an advertisement."""
+    """Build the session of all sites that advertised keys."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

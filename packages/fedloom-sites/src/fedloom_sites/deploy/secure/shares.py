@@ -1,12 +1,13 @@
-"""Share a site's secrets, and prove which site has violated the protocol.
+"""Secret sharing among the sites, and proof of which site has violated the protocol.
 
-The sender's signature proves that the sender is to blame for a share that cannot be decrypted: the receiver accuses the
-sender, which then opens its message with the key pair that it generated for this one message. If it does not, the
-sender is excluded. A sender that opens its message reveals one share, and only to the accusing receiver. An accusing
-receiver reveals nothing, so neither a server nor a site gains anything from a false accusation.
+Every sealed share carries the signature of its sender, which proves that the sender is to blame if the share cannot be
+decrypted. The receiver accuses the sender, which must then open its message by revealing the private key that it
+generated for this one message. A sender that refuses is excluded. A sender that opens its message reveals one share,
+and only to the accusing receiver. An accusing receiver reveals nothing, so neither a server nor a site gains anything
+from a false accusation.
 
-The commitments to the secrets expose a share that leads to a wrong secret: for the same fixed set of uploads, other
-subsets of the shares lead to the secret that matches the commitment.
+The commitments to the secrets expose wrong shares: a subset with a wrong share gives a secret that does not match the
+commitment, so other subsets of the shares are tried for the same fixed set of uploads.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from fedloom_sites.deploy.secure.protocol import (
 SHARE_NONCE_BYTES, _HALF_KEY_BYTES = 12, KEY_BYTES // 2
 _HALF_KEY_BITS = 8 * _HALF_KEY_BYTES
 FIELD_POLYNOMIAL = (1 << 128) | 0x87
-"""x^128 + x^7 + x^2 + x + 1, the reduction polynomial of Shamir's scheme in PyCryptodome.
+"""Reduction polynomial of Shamir's scheme in PyCryptodome: x^128 + x^7 + x^2 + x + 1.
 
-PyCryptodome provides the secret sharing, but no arithmetic.
+PyCryptodome provides the secret sharing, but no arithmetic in this field.
 """
 SEALED_SHARE_BYTES = KEY_BYTES + SHARE_NONCE_BYTES + 3 * KEY_BYTES + 16 + SIGNATURE_BYTES
 """Length in bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, and a signature."""
 MAX_SUBSETS = 200
-"""Largest number of subsets of a secret's shares to try."""
+"""Maximum number of subsets of a secret's shares that are tried."""
 
 
 class Unreadable(Broken):
-    """Error: the sender has signed a share that cannot be decrypted."""
+    """Error: a share cannot be decrypted although its sender has signed it."""
 
 
 def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
@@ -76,7 +77,7 @@ def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: byt
 
 
 def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
-    """Derive the private key with which a site seals its share for a particular other site.
+    """Derive the private key that a site uses to seal its share for one other site.
 
     The key opens no other share.
     """
@@ -102,7 +103,11 @@ def open_share(
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
-    return decrypted(session, common(private_key(secrets.sealing), sealed[:KEY_BYTES]), sender, client, sealed)
+    try:
+        secret = common(private_key(secrets.sealing), sealed[:KEY_BYTES])
+    except Broken as error:
+        raise Unreadable(str(error)) from None
+    return decrypted(session, secret, sender, client, sealed)
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:
@@ -115,7 +120,7 @@ def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed2
 
 
 def decrypted(session: Session, common: bytes, sender: int, to: int, sealed: bytes) -> bytes:
-    """Decrypt the share in a message with the secret shared by the message's one-time key and the receiver.
+    """Decrypt a sealed share with ``common``, the secret shared by its one-time key and the receiver's key.
 
     Raises:
         Unreadable: the share cannot be decrypted.
@@ -145,9 +150,9 @@ def reveal_shares(
     """Return one share per site: of its seed if its vector arrived, otherwise of its masking key.
 
     Args:
-        shares: three shares for every site.
+        shares: for every site, the concatenated shares of its three secrets.
         survivors: sites whose vectors have arrived.
-        of_counters: True for the seed of a site's counter mask instead of its vector mask.
+        of_counters: True to use the seed of a site's counter mask instead of its vector mask.
     """
     seed = slice(2 * KEY_BYTES, None) if of_counters else slice(KEY_BYTES)
     return {
@@ -156,10 +161,10 @@ def reveal_shares(
 
 
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Combine the shares ``(place, share)`` of a threshold of sites into the secret, like `Shamir.combine`.
+    """Combine a threshold of shares, given as ``(index, share)``, into the secret, like `Shamir.combine`.
 
     Each half of the secret is a weighted sum of the shares, times a factor. `_weights` computes the weights and the
-    factor, which are the same for all secrets at these places.
+    factor, which depend only on the indices.
     """
     (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
@@ -169,7 +174,7 @@ def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 def multiply(a: int, b: int) -> int:
-    """Multiply in GF(2^128), with one step per bit of ``a``.
+    """Multiply two elements of GF(2^128), taking one step per bit of ``a``.
 
     The bits of an integer are the coefficients of a polynomial.
     """
@@ -182,7 +187,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def invert(a: int) -> int:
-    """Compute the inverse of a nonzero element of GF(2^128): its power 2^128 - 2."""
+    """Compute the inverse of a nonzero element of GF(2^128) as its power 2^128 - 2."""
     inverse = 1
     for _ in range(_HALF_KEY_BITS - 1):
         a = multiply(a, a)
@@ -192,11 +197,11 @@ def invert(a: int) -> int:
 
 @lru_cache(maxsize=2 * MAX_SUBSETS)
 def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
-    """Compute the weights of the shares at these places, and the factor of the weighted sum.
+    """Compute the weights of the shares with these indices, and the factor of their weighted sum.
 
-    The weights are the Lagrange polynomials at 0, and the factor is one. If that takes fewer bits, the weights are
-    these polynomials times all differences of the places, and the factor is the inverse of this product. A product
-    takes one step per bit.
+    The weights are the Lagrange polynomials at 0, and the factor is one. If it takes fewer bits, the weights are
+    instead these polynomials times all differences of the indices, and the factor is the inverse of this product. Fewer
+    bits save time, because a multiplication takes one step per bit.
     """
     weights = []
     for k in places:
@@ -218,7 +223,7 @@ def accuse(session: Session, accuser: int, accused: int, key: Ed25519PrivateKey)
 
 
 def is_accused(session: Session, accuser: int, accused: int, signature: bytes, public: Ed25519PublicKey) -> bool:
-    """Return True if a site has signed an accusation that another site's share for it cannot be decrypted."""
+    """Return True if the accuser has signed the accusation that it cannot decrypt its share from the accused site."""
     try:
         public.verify(signature, _accusation(session, accuser, accused))
     except InvalidSignature:
@@ -227,9 +232,9 @@ def is_accused(session: Session, accuser: int, accused: int, signature: bytes, p
 
 
 def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
-    """Return True if a sealed share can be decrypted with the one-time key by which its sender opens it.
+    """Return True if a sealed share can be decrypted with the one-time key that its sender has revealed.
 
-    Anyone can check this.
+    Anyone can perform this check.
 
     Args:
         session: agreed session.
@@ -255,7 +260,7 @@ def _accusation(session: Session, accuser: int, accused: int) -> bytes:
 
 
 class Undecided(Broken):
-    """Error: none of the tried subsets of shares gives the owner's secret.
+    """Error: none of the subsets of shares that were tried gives the owner's secret.
 
     Args:
         owner: number of the site to which the secret belongs.
@@ -271,14 +276,14 @@ def restored(
     session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]], *,
     of_counters: bool = False,
 ) -> tuple[dict[int, bytes], set[int]]:  # fmt: skip
-    """Restore the secrets that unmask a sum, and return them by owner, with the sites whose shares are wrong.
+    """Return the secrets that unmask a sum, keyed by owner, and the sites whose shares are wrong.
 
     Args:
         session: agreed session.
         peers: sites that share masks with each other.
-        arrived: those of these sites whose vectors have arrived. Their seeds are restored, as are the masking keys of
-            the other sites.
-        answers: shares by owner (see `reveal_shares`), for each site that sends shares.
+        arrived: those of the ``peers`` whose vectors have arrived. Their seeds are restored, and the masking keys of
+            the other ``peers``.
+        answers: shares from each site that answered, keyed by the owner of the secret (see `reveal_shares`).
         of_counters: see `reveal_shares`.
 
     Raises:
@@ -313,7 +318,7 @@ def restored(
 
 
 def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield subsets of a size: the first, windows around the circle, then random ones, at most `MAX_SUBSETS`."""
+    """Yield at most `MAX_SUBSETS` subsets of a given size: cyclic windows of the list, then random subsets."""
     m = len(clients)
     if m < size:
         return

@@ -1,4 +1,4 @@
-"""Site's answers under secure aggregation: steps of a session, and masked training results and scores."""
+"""A site's answers under secure aggregation: steps of a session, and masked training results and scores."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class MaskedAnswers:
     Args:
         site: settings of the site.
         key: the site's signing key.
-        trainer: the site's training and scores.
+        trainer: object that trains and scores models at the site.
         folder: folder with the site's state in this experiment.
-        budget: record of the models that the site has answered.
+        budget: record of the models for which the site has answered requests.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:
@@ -59,7 +59,10 @@ class MaskedAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Metrics and groups that the site's samples define, as bits in hexadecimal digits. None without sums."""
+        """Metrics and groups that the site's samples define, as a bit field in hexadecimal digits.
+
+        None without sums.
+        """
         trainer, client = self._trainer, self._site.client
         if not part_sizes(trainer.fed, client)[0]:
             return ""
@@ -165,9 +168,9 @@ class MaskedAnswers:
     def _computed_once(
         self, compute: Callable[[], tuple[Integers, tuple[int, ...]]]
     ) -> tuple[Integers, tuple[int, ...]]:
-        """Return the result of a function, or its result for an earlier message of the session.
+        """Return the result of ``compute``, or the stored result if it was already computed in this session.
 
-        Whether rows have changed since the earlier message must not show in an answer.
+        An answer must not show whether rows have changed since an earlier message.
         """
         with publish_reasons():
             result = self._member.answer
@@ -178,7 +181,7 @@ class MaskedAnswers:
         return result
 
     def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
-        """Return the site's scores, after the last round with those of its groups, and the site's counters.
+        """Return the site's encoded scores (after the last round, with those of its groups) and the site's counters.
 
         The vector is zero if one of these scores is not finite, and empty if no scores are summed.
         """
@@ -193,8 +196,8 @@ class MaskedAnswers:
         weighs, bits = not terms.is_dominated("train", *agreed), int(self.figures or "0", 16)
         summed = terms.summed(*agreed, [part for part, _ in form.figures])
         summed = [is_summed and bool(bits >> k & 1) for k, is_summed in enumerate(summed)]
-        if not form.is_whole(scores, summed, weighs=weighs):
-            self._trainer.log_privately(f"round {terms.scored}: a score is missing or not finite")
+        if not form.is_whole(scores, sizes, summed, weighs=weighs):
+            self._trainer.log_privately(f"round {terms.scored}: a score is missing, not finite, or too large for a sum")
             return nothing, SILENT_COUNTS
         vector = form.encode(scores, sizes, summed, weighs=weighs)
         if with_groups:
@@ -203,7 +206,7 @@ class MaskedAnswers:
             cells = {} if terms.is_dominated("test", *agreed) else cells
             of_groups = None if cells is None else sums.encode(cells, are_summed)
             if of_groups is None:
-                self._trainer.log_privately(f"round {terms.scored}: a sum over a group of samples is not finite")
+                self._trainer.log_privately(f"round {terms.scored}: a sum over a group is not finite, or too large")
                 return nothing, SILENT_COUNTS
             vector = np.concatenate([vector, of_groups])
         return vector, ANSWERED_COUNTS
@@ -216,7 +219,7 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """Return the run with the shares in these terms.
+        """Return the run with the shares of the objective that follow from the numbers of samples in these terms.
 
         The shares are cached as long as the numbers of samples stay the same.
         """

@@ -1,4 +1,4 @@
-"""Run sites under secure aggregation. The server receives only sums (see `sums`)."""
+"""The sites of a run under secure aggregation, as the server uses them. The server receives only sums (see `sums`)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, is_common
 
 Figure = tuple[float, int]
-"""Mean of a score over samples, and number of sites."""
+"""Mean of a score over samples, and the number of sites that have the score."""
 
 
 class MaskedSites(Sites):
-    """Sites of a run whose uploads and scores are summed under masks (see `Sites`)."""
+    """Sites of a run, with uploads and scores that are summed under masks (see `Sites`)."""
 
     def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server, group_sums: GroupSums) -> None:
         super().__init__(job, forms, transport, settings, group_sums)
@@ -56,7 +56,7 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites, and yield the sum of their uploads. Single uploads remain unknown to the server.
+        """Train at the sites, and yield the sum of their uploads. The server never learns individual uploads.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
@@ -136,20 +136,21 @@ class MaskedSites(Sites):
         self._transport.note("neutral uploads", t, clients, reason)
 
     def _give_up_scores(self, t: int, session: Sum) -> None:
-        """Log that the scores of a round stay closed, because a site has no finite score."""
+        """Log that the sites do not open the scores of a round, because a site has no finite score."""
         assert session.counts is not None
         self._tallied = t, {}
         reason = (
             f"round {t}: the sites decrypt no scores, because {session.counts.silent} of {len(session.clients)} sites "
-            "have no finite score. The log of each of these sites states the reason"
+            "have no finite score, or one too large for a sum. The log of each of these sites states the reason"
         )
         self._transport.note("scores given up", t, session.clients, reason)
 
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
-        """Return the round to score together with the training, and the requests for its scores, if all sites train.
+        """Return the round whose scores are summed in the training session, and the requests for these scores.
 
-        Otherwise, or if these scores were already requested, they are summed first, in a separate session. If a sum of
-        the training was already requested, it keeps its form, with or without the scores.
+        If a site does not train, or these scores were already requested, they are summed first in a separate session,
+        and the returned round is -1. If the uploads of this round were already requested, the request is repeated in
+        the same form, with or without the scores.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -171,7 +172,7 @@ class MaskedSites(Sites):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Request the sums of all sites' scores, which `sums` then returns, and yield the sizes of the parts.
 
-        Scores of single clients remain unknown to the server.
+        With summed scores, the server never learns the scores of individual clients.
         """
         if not self._tallies:
             yield from super().score(request)
@@ -199,8 +200,7 @@ class MaskedSites(Sites):
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all connected sites in a separate session.
 
-        If this gives no sum, the run continues without the scores. After the last round, the run waits for the sites
-        instead.
+        If this fails, the run continues without the scores. After the last round, the run instead waits for the sites.
 
         Raises:
             RunStopped: after the last round, too few sites answered. The run continues when these sites are back.
@@ -213,9 +213,9 @@ class MaskedSites(Sites):
 
         n, with_groups = self._figures.length, t == self._job.setting.rounds
 
-        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore], int]:
-            groups, clipped = self.group_sums.decode(total[n:], count) if with_groups else ([], 0)
-            return self._figures.decode(total[:n], count), groups, clipped
+        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore]]:
+            groups = self.group_sums.decode(total[n:], count) if with_groups else []
+            return self._figures.decode(total[:n], count), groups
 
         try:
             length = n + (self.group_sums.length if with_groups else 0)
@@ -223,11 +223,8 @@ class MaskedSites(Sites):
             if session.value is None:
                 self._give_up_scores(t, session)
                 return
-            figures, self._groups, clipped = session.value
+            figures, self._groups = session.value
             self._tallied = t, figures
-            if clipped:
-                reason = f"round {t}: {clipped} sites clipped a sum over a group of samples, so no group is reported"
-                self._transport.note("groups given up", t, session.clients, reason)
         except (Broken, GivenUp, RunStopped) as error:
             if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
                 raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None
@@ -258,7 +255,9 @@ class MaskedSites(Sites):
         return terms.weights(terms.weighed(self._job, self._settings.samples))
 
     def _check_cohort(self, terms: Terms) -> Weights:
-        """Check the terms, and return the weights of a drawn cohort. If the check fails, a different cohort is drawn.
+        """Check whether the sites would open a sum of this cohort, and return the cohort's weights.
+
+        If the check fails, a different cohort is drawn.
 
         Raises:
             GivenUp: the sites would not open a sum of this cohort, but may open one of a different cohort.
@@ -275,10 +274,12 @@ class MaskedSites(Sites):
         return {"accepted": int(self.accepted[client])}
 
     def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
-        """Check that summed differences are not longer than their bounds allow. A change of a kept row counts twice.
+        """Check that the norms of summed differences are within their bounds.
+
+        For a change of a kept row, the bound is twice as large.
 
         Raises:
-            Broken: a summed difference is too long.
+            Broken: the norm of a summed difference exceeds its bound.
         """
         if isinstance(self._job.setting.aggregator, SharedMean):
             return

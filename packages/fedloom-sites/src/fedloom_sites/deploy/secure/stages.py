@@ -1,4 +1,4 @@
-"""Stages of a session of secure aggregation, and the message that leads from one stage to the next.
+"""Stages of a session of secure aggregation, and the messages that lead from one stage to the next.
 
 The server and the sites follow the same stages.
 
@@ -26,7 +26,7 @@ from fedloom_sites.deploy.secure.protocol import Broken
 
 
 class Stage(IntEnum):
-    """Progress of a session at the server or at a site."""
+    """Stage that a session has reached at the server or at a site."""
 
     NEW = 0
     ADVERTISED = 1
@@ -48,24 +48,24 @@ STAGE_MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
     "count": (Stage.MASKED, Stage.COUNTED),
     "unmask": (Stage.MASKED, Stage.REVEALED),
 }
-"""Earliest stage at which a message is answered, and the stage to which the message leads."""
+"""Earliest stage at which each kind of message is answered, and the stage that the message leads to."""
 
 REVEALED_ENTRY = "told"
-"""Entry in a site's session record with the shares that the site has revealed."""
+"""Key of the entry in a site's session record that contains the shares that the site has revealed."""
 ENTRY_STAGES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
     "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED_ENTRY: Stage.REVEALED,
 }  # fmt: skip
-"""Stage that is indicated by each entry in a site's record."""
+"""Stage that each entry of a site's session record indicates."""
 
 
 class Progress(NamedTuple):
-    """Stage of a single session."""
+    """Stage that a session has reached."""
 
     stage: Stage = Stage.NEW
 
     def require_stage(self, stage: Stage) -> Progress:
-        """Check that the session has reached a stage and still stores its secrets, and return this progress.
+        """Check that the session has reached a stage and still stores its secrets, and return the session's progress.
 
         Raises:
             Broken: the session has not reached the stage, or has ended.
@@ -76,7 +76,7 @@ class Progress(NamedTuple):
             )
         return self
 
-    def after(self, kind: Kind) -> Progress:
+    def advance(self, kind: Kind) -> Progress:
         """Return the stage after a message of a kind.
 
         Raises:

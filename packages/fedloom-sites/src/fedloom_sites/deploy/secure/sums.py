@@ -1,8 +1,8 @@
-"""Server's side of secure aggregation, from the sites' keys to a plausible sum.
+"""The server's side of secure aggregation, from collecting the sites' keys to a plausible sum.
 
 A site that has provably violated the protocol is named, and excluded from sessions until the server is restarted. The
-server requests a round's uploads in a new session only if it has not yet requested a share in the previous session.
-Once it has, the sum must cover exactly these sites, or the round is lost.
+server requests a round's uploads in a new session only if it has not yet requested any shares in the previous session.
+Once it has requested shares, the sum must cover exactly the sites for which it requested them, or the round is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, verifying_key
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
-from fedloom_sites.deploy.secure.changes import Changes
+from fedloom_sites.deploy.secure.changes import Changes, States
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
@@ -29,7 +29,7 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 MAX_ATTEMPTS = 3
-"""Number of requests for a sum's shares before the server gives up."""
+"""Maximum number of requests for a sum's shares before the server gives up."""
 
 Ask = Callable[[int, bytes], Request]
 """Function that maps a client and the other sites' sealed shares to the request for the client's vector."""
@@ -64,7 +64,7 @@ class _Course(NamedTuple):
 
 
 class SecureSums:
-    """Sessions of a run.
+    """Sessions of secure aggregation in a run.
 
     Args:
         transport: connection to the sites.
@@ -85,8 +85,8 @@ class SecureSums:
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Return the previously requested sum that matches a kind and a round, or None if there is none."""
-        return self._unmasked.of(sums)
+        """Return the previously requested sum for one of these kinds and rounds, or None if there is none."""
+        return self._unmasked.find_match(sums)
 
     def sum(
         self, terms: Terms, weights: Weights, request: Ask, length: int, read: Callable[[Integers, int], Any], *,
@@ -94,7 +94,7 @@ class SecureSums:
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
-        A sum that was requested before a stop is revealed now.
+        A sum that was requested before the server stopped is revealed now.
 
         Args:
             terms: terms that describe the request to the sites.
@@ -102,16 +102,16 @@ class SecureSums:
             request: function that creates the request for a client's vector. Its arguments include the other sites'
                 shares.
             length: length of a vector.
-            read: function that decodes a sum of a given number of vectors. The function raises `Refused` for an
-                implausible sum.
-            counted: True if the sites read the sum of their counters before they open the sum of their vectors.
-            again: True to begin a new session although a sum was requested, because that sum stays closed.
+            read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
+                implausible.
+            counted: True if the sites check the total of their counters before they open the sum of their vectors.
+            again: True to begin a new session although a sum was already requested, because that sum stays closed.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
             GivenUp: the sum was requested too often, or a vector is wrong.
         """
-        pending = None if again else self._unmasked.of(terms.sums)
+        pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is None:
             pending = self._collected(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)
@@ -131,7 +131,7 @@ class SecureSums:
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
-        """Run all steps but the last, and return the masked sum. Nothing is revealed at this point."""
+        """Run all steps of a session except the last, and return the masked sum. Nothing is revealed at this point."""
         while True:
             cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._same_sites(terms, weights, cohort)
@@ -143,7 +143,10 @@ class SecureSums:
     def _begun(
         self, terms: Terms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
     ) -> PendingSum | None:
-        """Begin a session. Return None if a site dropped out, so that a new session must begin."""
+        """Begin a session.
+
+        Return the masked sum of one session, or None if a site was excluded, so that a new session must begin.
+        """
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
         name = secure.session_name(self._agreement, t, course.nonce)
@@ -211,9 +214,9 @@ class SecureSums:
 
         Args:
             course: progress of the session.
-            session: session on which all sites agree.
-            accusations: signatures by accusing and accused site.
-            sealed: sealed shares by sender and receiver.
+            session: session that all sites agree on.
+            accusations: signatures keyed by accusing and accused site.
+            sealed: sealed shares keyed by sender and receiver.
         """
         against: dict[int, dict[int, bytes]] = {}
         for accuser, signed in accusations.items():
@@ -246,10 +249,10 @@ class SecureSums:
     def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
         """Return the sites that may be summed.
 
-        After a sum of the same models in a different round, these are the sites in that sum.
+        If the same models were already summed in a different round, these are the sites in that sum.
 
-        Sites reject any other set, unless so many sites differ that the difference of the two sums is itself a sum of
-        enough sites.
+        Sites reject any other set, unless it differs in so many sites that the difference of the two sums is itself a
+        sum of enough sites.
 
         Raises:
             RunStopped: sites in the earlier sum are missing.
@@ -296,24 +299,24 @@ class SecureSums:
         """Raise an error if the sites would not open a sum because a site that has left too often is missing from it.
 
         Raises:
-            RunStopped: the run waits for a site. The message contains the site's name.
+            RunStopped: the run has to wait for a site. The message contains the site's name.
         """
         if self._is_noisy:
             return
         try:
-            self._changes.after(*self._counting(terms, weights, clients))
+            self._changes.add_sum(*self._counting(terms, weights, clients), self._collect_states(terms, clients))
         except Broken as error:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {terms.round}: {error}. The run continues when the sites of that sum are back"
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Store and log the sites in a sum that is requested from now on."""
+        """Store and log the sites in a sum before its shares are requested."""
         if self._is_noisy:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
-        changed = before.changed(*counting)
-        self._changes = before.after(*counting)
+        changed = before.changed(*counting, self._collect_states(terms, clients))
+        self._changes = before.add_sum(*counting, self._collect_states(terms, clients))
         if self._changes != before:
             write_checked(self._changes_path, self._changes.record)
         if changed:
@@ -333,6 +336,9 @@ class SecureSums:
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
 
+    def _collect_states(self, terms: Terms, clients: Collection[int]) -> States:
+        return States("", terms.sums.get("uploads"), {self._name(c): terms.bases[c] for c in clients})
+
     def _name(self, client: int) -> str:
         names = self._agreed.names
         return names[client] if names else str(client)
@@ -340,7 +346,10 @@ class SecureSums:
     # ------------------------------------------------------------------------------------------------- the last step
 
     def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
-        """Return a sum, unmasked with the shares of any threshold of its sites. A plausible sum is stored."""
+        """Unmask a sum with the shares of at least the threshold number of its sites, and return it.
+
+        If the sum is plausible, it is also stored.
+        """
         t, why = pending.round, "it was never revealed"
         while pending.attempts < MAX_ATTEMPTS:
             self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
@@ -364,7 +373,7 @@ class SecureSums:
         )
 
     def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
-        """Open the counters of a masked sum, and return the sum with their shares, and the totals of the counters.
+        """Open the counters of a masked sum. Return the sum with the counters' shares, and the counters' totals.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
@@ -400,7 +409,7 @@ class SecureSums:
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> Integers:
-        """Return a sum without masks.
+        """Request the shares that unmask a sum, and return the sum without masks.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
@@ -430,8 +439,8 @@ class SecureSums:
         most: int = secure.MAX_SITES * (4 + shares.SEALED_SHARE_BYTES),
         wanted: Collection[int] = (),
     ) -> tuple[_Course, dict[int, Any]]:
-        """Carry out a step of a session, and return the new progress and the sites' answers, sorted by client."""
-        progress = course.progress.after(kind)
+        """Carry out a step of a session, and return the new progress and the sites' answers, keyed by client."""
+        progress = course.progress.advance(kind)
 
         def reader(c: int) -> Callable[[bytes], Any]:
             return lambda message: read(c, message)
@@ -462,7 +471,8 @@ class SecureSums:
         """Raise an error if the sites would not open a sum.
 
         Raises:
-            RunStopped: the sum would cover fewer sites than the threshold, or one site has too much of the weight.
+            RunStopped: the sum would cover fewer sites than the threshold, or one site would have too large a share of
+                the weight.
         """
         count, threshold = len(clients), self._agreed.threshold
         if count < threshold:
@@ -476,5 +486,5 @@ class SecureSums:
 
 
 def _signatures(pending: PendingSum) -> bytes:
-    """Encode the sites in a sum with their signatures, and zeros for each missing signature."""
+    """Encode the sites in a sum with their signatures, or with zeros for missing signatures."""
     return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

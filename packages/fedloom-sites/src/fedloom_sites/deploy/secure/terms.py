@@ -1,9 +1,9 @@
 """Terms: the identical request to all sites of a session.
 
-Only if all sites have the same terms do the masks cancel and the shares open.
+Masks cancel and shares can be opened only if all sites have the same terms.
 
-A site checks the parts of the terms that it knows: its own numbers of samples, from which anyone can compute all
-weights in the sum, the models that arrive with the terms, and the rounds of the experiment.
+A site checks the parts of the terms that it knows: its own numbers of samples, the models that arrive with the terms,
+and the rounds of the experiment. Anyone can compute all weights in the sum from the sites' numbers of samples.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEP
 from fedloom_sites.deploy.site.local_data import federation_of
 
 MAX_TERMS_BYTES = 1 << 18
-"""Largest length of terms in bytes."""
+"""Maximum length of terms in bytes."""
 
 Count = Annotated[int, Field(ge=0)]
 Bits = Annotated[str, Field(pattern=rf"^[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}$")]
-"""Metrics that a site's samples define, in the form of `ScoreVector.definable`, and groups and cells that the site
-publishes."""
+"""Bit field of the metrics that a site's samples define (see `ScoreVector.definable`), and of the groups and cells that
+the site publishes."""
 
 
 class AnalysisStep(Value):
-    """Question of an analysis whose answers are summed, as bytes in a format that the analysis declares."""
+    """Question of an analysis whose answers are summed, encoded in a format that the analysis declares."""
 
     analysis: str = Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
@@ -56,8 +56,17 @@ class AnalysisStep(Value):
     )
 
     @classmethod
-    def of(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """Return the step of an analysis, with the bytes of its question."""
+    def create(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
+        """Return the step of an analysis, with the bytes of its question.
+
+        Raises:
+            Broken: the question is too long for a message to the sites.
+        """
+        if 2 * len(content) > MAX_TERMS_BYTES:
+            raise Broken(
+                f"a question of the analysis {analysis} has {len(content)} bytes, but sites read at most "
+                f"{MAX_TERMS_BYTES // 2}. Choose fewer bins or columns"
+            )
         return cls(analysis=analysis, step=step, content=content.hex())
 
     @property
@@ -92,7 +101,7 @@ class Terms(Value):
 
     @property
     def sums(self) -> dict[str, int]:
-        """Round of each sum, by kind of sum."""
+        """Round of each sum, keyed by "uploads", "scores" or the name of an analysis."""
         if self.question is not None:
             return {self.question.analysis: self.question.step}
         rounds = {"uploads": self.round} if self.trains else {}
@@ -100,7 +109,9 @@ class Terms(Value):
 
     @property
     def model_digests(self) -> dict[str, str]:
-        """Digest of the summed models, by kind of sum. Empty if the sites receive no models.
+        """Digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
+
+        It is empty if the sites receive no models.
 
         All steps of an analysis have the same digest, so all their sums cover the same sites.
         """
@@ -109,7 +120,7 @@ class Terms(Value):
 
     @property
     def course(self) -> str:
-        """SHA-256 of all terms except the question, which is the same for every step of an analysis."""
+        """SHA-256 of all terms except the question. It is the same for every step of an analysis."""
         return hashlib.sha256(self.with_(question=None).encode()).hexdigest()
 
     @property
@@ -118,24 +129,25 @@ class Terms(Value):
         return dict(zip(self.cohort, self.accepted, strict=True))
 
     def encode(self) -> bytes:
-        """Return the terms as a message."""
+        """Encode the terms as a message."""
         return self.model_dump_json().encode()
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the message."""
+        """SHA-256 of the encoded terms."""
         return hashlib.sha256(self.encode()).digest()
 
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
-        """Return which metrics are summed.
+        """Return a flag for each metric, True if the metric is summed.
 
-        A metric is summed if at least `MIN_SITES` sites in any threshold of these sites have the metric, so that no sum
-        covers only one or two sites, and if no site can dominate the metric's part (see `is_dominated`).
+        A metric is summed if every subset of ``threshold`` sites includes at least `MIN_SITES` sites that have the
+        metric, so that no sum covers only one or two sites, and if no site can dominate the metric's part of the data
+        (see `is_dominated`).
 
         Args:
-            threshold: smallest number of sites in a sum.
-            most: largest share of the samples in a sum that a site may have.
-            parts: parts of the metrics, in the order of their bits.
+            threshold: minimum number of sites in a sum.
+            most: maximum share of the samples in a sum that one site may have.
+            parts: part of the data to which each metric belongs, in the order of the metrics' bits.
         """
         lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
         dominated = {part: self.is_dominated(part, threshold, most) for part in {*parts}}
@@ -144,16 +156,16 @@ class Terms(Value):
         ]
 
     def is_dominated(self, part: str, threshold: int, most: float) -> bool:
-        """Return True if a site can exceed a share of a part's samples in a sum over some threshold of these sites."""
+        """Return True if one site can exceed the share ``most`` of a part's samples in a sum of ``threshold`` sites."""
         counts = sorted(self.sizes[c][DATA_PARTS.index(part)] for c in self.cohort)
         return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
 
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
-        """Return the weights of every site in the cohort in the sums, or zeros for a site without training samples.
+        """Return each cohort site's weights in the sums, or zeros for a site without training samples.
 
-        For uploads, these are the site's weight in the mean, if a field is averaged, and its share of the objective, if
-        a field is kept or accumulated over rounds. For an analysis, the weight is the number of rows. For scores, all
-        weights are equal, because `summed` checks the samples.
+        For uploads, these are the site's weight in the mean if any field is averaged, and its share of the objective if
+        any field is kept or accumulated over rounds. For an analysis, the weight is the site's number of rows. For
+        scores, all weights are equal, because `summed` checks the samples.
 
         Args:
             job: run that `weighed` returned.
@@ -171,15 +183,15 @@ class Terms(Value):
         return {c: weights if self.sizes[c][0] else (0.0,) * len(weights) for c, weights in counting.items()}
 
     def bits(self, first: int = 0) -> list[int]:
-        """Return the bits, starting at ``first``, that the samples of every site define: metrics, then groups."""
+        """Return every site's bits, starting at bit ``first``: metrics that its samples define, then groups."""
         return [int(self.figures[c] or "0", 16) >> first for c in self.cohort]
 
     def bins(self, first: int, count: int) -> NDArray[np.bool_]:
-        """Return ``count`` bits of every site in the cohort, starting at ``first``, as ``[n, count]``."""
+        """Return ``count`` bits of every site in the cohort, starting at bit ``first``, as an array ``[n, count]``."""
         return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
-        """Return a site's run with the shares of the objective that follow from all sites' numbers of samples."""
+        """Return a site's run with the shares of the objective that are computed from all sites' numbers of samples."""
         fed = federation_of(samples, torch.tensor(self.sizes))
         return replace(job, alpha=shares_of(job.setting.client_weights, fed).to(job.oracle.dtype))
 
@@ -224,11 +236,12 @@ def check_summands(
     Args:
         weights: weights of every site (see `Terms.weights`).
         clients: sites in the sum.
-        threshold: smallest number of these sites that must have a weight.
-        most: largest share that one of these sites may have.
+        threshold: minimum number of these sites that must have a weight.
+        most: maximum share of the weight that one of these sites may have.
 
     Raises:
-        Broken: too few sites have a weight, or a site exceeds its share. The message contains the number or the site.
+        Broken: too few sites have a weight, or a site has more than the maximum share. The message states the number or
+            names the site.
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
@@ -248,11 +261,11 @@ def check_summands(
 
 
 def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], threshold: int, most: float) -> None:
-    """Raise if a difference of two sums with different weights is of too few sites, or is nearly of one site.
+    """Raise if a difference of two sums with different weights covers too few sites, or is mostly from one site.
 
-    Two fields of an upload may follow from one model, such as model and control of SCAFFOLD. Their sums have the
-    weights ``[2, n]``. A multiple of the second sum, taken from the first sum, removes any one site, and all sites with
-    the same ratio of weights at once.
+    Two fields of an upload may be computed from the same model, such as SCAFFOLD's model and control. The two sums of
+    these fields have the weights ``[2, n]``. Subtracting a multiple of the second sum from the first removes any chosen
+    site, along with all sites that have the same ratio of weights.
 
     Raises:
         Broken: such a difference exists. The message names the sites that remain.
@@ -276,7 +289,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     """Raise an error if terms are from a different experiment or wrong about this site.
 
     Args:
-        terms: received terms, for the round of their message.
+        terms: received terms, whose round already matches the round of their message.
         client: number of the site.
         sizes: numbers of the site's training, validation and test samples.
         figures: metrics that the site's samples define.

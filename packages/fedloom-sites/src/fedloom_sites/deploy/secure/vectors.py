@@ -1,6 +1,6 @@
-"""Convert results to the integer vectors that sites mask, based on facts known to both the server and the site.
+"""Conversion of results to the integer vectors that sites mask, based on facts that the server and the site both know.
 
-A vector contains the fields of an upload next to each other and counts of work, or the site's scores, or both.
+A vector contains an upload (its fields next to each other, followed by counts of work), the site's scores, or both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from fedloom_sites.transport.forms import score_names
 WORK_COUNTS = 3
 """Number of work counts at the end of an upload."""
 NUMBERS_PER_SCORE = 3
-SCORE_UNIT = 2.0**-20
-"""Unit of weighted scores: for a weighted mean, each score is multiplied by this unit and the number of samples, then
-summed."""
+SCORE_BITS, MAX_SCORE_TOTAL = 16, 2.0**40
+"""Scores times numbers of samples are summed as multiples of 2^-16, each of at most 2^40. The sum of 100 sites is below
+2^63 steps."""
 RATIO_STEP = 2.0**-3
-"""Step of a score times the number of samples, for scores that are not means over samples.
+"""Step to which the product of a score and the number of samples is rounded, for scores that are not means over
+samples.
 
 Such a score is a ratio of counts, or a root. With a finer step, a sum over few sites would determine the value of each
 site.
@@ -39,18 +40,21 @@ site.
 MEAN_SCORES = {"loss", "brier", "mae", "deviance"}
 """Scores that are means over samples, so that their sums are sums over the samples of all sites."""
 UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
-"""Scores that a model can make undefined at single sites. They are in no sum."""
+"""Scores that a model can make undefined at individual sites. They are never summed."""
+SUMMED_MODELS = ("global", "personal")
+"""Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
+its scores and of the global model's scores would be of the sites alone that use their personal model."""
 PROBE_DISTANCE = 2.0
-"""Distance by which outputs for probing are moved towards one prediction. The outputs themselves vary by less than
-1."""
+"""Amount by which the artificial outputs that probe a site's metrics are shifted toward one prediction. The outputs
+themselves vary by less than 1."""
 
 
 class UploadVector:
-    """Upload as integers: its fields next to each other, and counts of work.
+    """Upload encoded as integers: its fields next to each other, followed by counts of work.
 
     Args:
         job: run.
-        idle: upload ``[1, .]`` that determines the widths.
+        idle: upload ``[1, .]`` that determines the widths of the fields.
     """
 
     def __init__(self, job: Job, idle: object) -> None:
@@ -67,16 +71,16 @@ class UploadVector:
         self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None, *,
         is_neutral: bool = False, is_cut: bool = False,
     ) -> tuple[Integers, dict[str, Tensor], int]:  # fmt: skip
-        """Return a site's vector, its rows in the server's sum after this vector, and the number of clipped numbers.
+        """Return a site's vector, its rows in the server's sum after adding it, and the number of clipped values.
 
         Args:
             output: the site's output.
-            share: the site's share in the cohort's mean, -1 to 1.
-            mass: the site's share in sums that are kept or accumulated over rounds, 0 to 1.
-            before: rows that the sum currently contains for the site, as integers. None for the rows before a first
-                upload.
-            is_neutral: True if the site keeps its state, so that no quantity that depends on a state changes.
-            is_cut: True if the upload was too long and has been shortened.
+            share: the site's weight in the cohort's mean, from -1 to 1.
+            mass: the site's weight in sums that are kept or accumulated over rounds, from 0 to 1.
+            before: rows that the sum currently contains for the site, as integers. None before the site's first upload.
+            is_neutral: True for a neutral upload, with which the site keeps its state, so that no quantity that depends
+                on a state changes.
+            is_cut: True if the upload's norm was too large and has been reduced.
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
@@ -105,7 +109,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """Return a client's rows in the server's sum before its first upload, for this mass and as integers."""
+        """Return a client's rows in the server's sum before its first upload, as integers for its ``mass``."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -115,12 +119,12 @@ class UploadVector:
         return start_rows
 
     def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
-        """Decode the sums of ``count`` sites into float64 fields ``[d]``, work ``[3]``, and the clipped count.
+        """Decode a sum into float64 fields ``[d]``, counts of work ``[3]``, and the number of clipped uploads.
 
         Args:
-            total: sum without masks.
+            total: sum of the sites' vectors, without masks.
             count: number of sites in the sum.
-            scale: divisor of the shares.
+            scale: number by which the shares were divided, and by which averaged fields are therefore multiplied.
 
         Raises:
             Broken: the sum is out of range.
@@ -155,15 +159,15 @@ class UploadVector:
 
 
 def bits_before(job: Job, groups: Sequence[str]) -> int:
-    """Return the number of a site's bits that precede the bits of analyses: metrics and groups."""
+    """Return the number of a site's bits for metrics and groups, which precede its bits for analyses."""
     return len(ScoreVector(job).figures) + len(groups)
 
 
 class ScoreVector:
-    """Scores as integers, three per score: value times samples, and presence as 1 and as number of samples.
+    """Scores encoded as three integers each: value times samples, 1 if present, and number of samples if present.
 
-    All sums of scores have the same weights, the numbers of samples. A second sum with equal weights would isolate a
-    site: for sites of 100, 200 and 200 samples, the two means determine the score of the first site.
+    All sums of scores use the same weights, which are the numbers of samples. A second sum with equal weights could
+    isolate a site: for sites with 100, 200 and 200 samples, the two means determine the score of the first site.
 
     Args:
         job: run.
@@ -171,21 +175,21 @@ class ScoreVector:
 
     def __init__(self, job: Job) -> None:
         self._job, self._parts = job, job.setting.evaluate.parts
-        self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
+        self._names = [key for key in score_names(job) if key[1] in ("", *self._parts) and key[0] in SUMMED_MODELS]
         self.figures = sorted({key[1:] for key in self._names if key[1]})
         self.length = NUMBERS_PER_SCORE * len(self._names)
 
     @property
     def parts(self) -> list[str]:
-        """Part whose samples weight each score, in the order of the vector."""
+        """Part of the data whose samples weight each score, in the order of the vector."""
         return [part or "train" for _, part, _ in self._names]
 
     def definable(self, client: int) -> int:
-        """Return the `figures` that a site's samples define for any model's predictions, as bits.
+        """Return, as bits, which of the `figures` a site's samples define for any model's predictions.
 
-        The check scores two outputs that predict only the first class and only the last class: AUROC needs both
-        classes, and the recall of a class needs a sample of this class. The precision of a class depends on the
-        predictions, so no samples define it.
+        Two artificial outputs are scored, one that predicts only the first class and one that predicts only the last
+        class: AUROC needs both classes, and the recall of a class needs a sample of this class. The precision of a
+        class depends on the predictions, so samples alone never define it.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
         for part in self._parts:
@@ -206,16 +210,16 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> Integers:  # fmt: skip
-        """Return a site's scores as integers.
+        """Encode a site's scores as integers.
 
-        A score that is not requested, missing or not finite is zero in all three numbers.
+        A score that is not requested, missing or not finite is encoded as three zeros.
 
         Args:
             scores: values ``[1]``.
             sizes: numbers of training, validation and test samples.
             summed: flag for each of the `figures`, True if the metric is summed.
-            weighs: True if a model's scores that belong to no part are summed as well. These scores are weighted by
-                training samples.
+            weighs: True if a model's scores that belong to no part of the data are summed as well. These scores are
+                weighted by training samples.
         """
         columns, wanted = [], {key for key, of_enough in zip(self.figures, summed, strict=True) if of_enough}
         for model, part, name in self._names:
@@ -225,37 +229,39 @@ class ScoreVector:
             weighted = value * samples if has_score else 0.0
             if name not in MEAN_SCORES:
                 weighted = np.rint(weighted / RATIO_STEP) * RATIO_STEP
-            numbers, _ = integers.encode(np.array([weighted * SCORE_UNIT]))
-            columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
+            steps = int(np.rint(np.ldexp(weighted, SCORE_BITS)))
+            columns.append(np.array([steps, *((1, samples) if has_score else (0, 0))], dtype=np.int64).view(np.uint64))
         return np.concatenate(columns)
 
     def is_whole(
-        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], summed: Sequence[bool], *, weighs: bool = True
-    ) -> bool:
-        """Return whether a site has scores and all scores that are summed are finite.
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
+        weighs: bool = True,
+    ) -> bool:  # fmt: skip
+        """Return whether a site has scores and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are those of `encode`. If a model could make a score of single sites not finite, the sum would
-        show the score of the other sites.
+        The arguments are those of `encode`. If a model could make a score of single sites not finite, or a constant,
+        the sum would show the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
         return bool(scores) and all(
-            bool(torch.isfinite(scores[model, part][name]).all())
+            bool((scores[model, part][name].abs() * self._samples(part, sizes) <= MAX_SCORE_TOTAL).all())
             for model, part, name in self._names
             if name in scores.get((model, part), {}) and ((part, name) in wanted if part else weighs)
         )
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, int]]:
-        """Return every score that at least `MIN_SITES` sites have: mean over samples, and number of sites.
+        """Return every score that at least `MIN_SITES` sites have, as a mean over samples and a number of sites.
 
         Raises:
             Broken: a sum is out of range.
         """
-        rows = total.reshape(-1, NUMBERS_PER_SCORE)
-        values, counts = integers.decode(rows[:, 0].copy(), count), rows[:, 1:].view(np.int64)
-        if bool(((counts < 0) | (counts[:, :1] > count)).any()):
+        rows = total.reshape(-1, NUMBERS_PER_SCORE).view(np.int64)
+        values, counts = np.ldexp(rows[:, 0].astype(np.float64), -SCORE_BITS), rows[:, 1:]
+        is_possible = (counts >= 0) & (counts[:, :1] <= count) & (np.abs(values) <= count * MAX_SCORE_TOTAL)[:, None]
+        if not bool(is_possible.all()):
             raise Broken("the sum of scores is out of range: a mask was not removed")
         return {
-            key: (weighted / SCORE_UNIT / samples if samples else np.nan, int(sites))
+            key: (weighted / samples if samples else np.nan, int(sites))
             for key, weighted, (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
             if sites >= secure.MIN_SITES
         }

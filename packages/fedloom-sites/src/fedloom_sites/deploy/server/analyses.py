@@ -1,4 +1,4 @@
-"""Run analyses by sums after the last round of a run: questions to the sites, each with one sum stored on disk.
+"""Analyses by sums after the last round of a run: questions to the sites, each with one sum that is stored on disk.
 
 A step that a site cannot answer has no sum. In that case, the analysis either asks for a shorter step, which counts as
 a separate step, or ends with an error. Every result therefore covers the rows of all sites that have rows.
@@ -22,7 +22,8 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.sites import Sites
 
 RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
-"""Suffix of the checkpoint file with an analysis's terms and sites, and name pattern of the files with its sums."""
+"""Suffix of the checkpoint file with an analysis's terms and sites, and pattern for the names of the files with its
+sums."""
 
 
 class AnalysisEnd(NamedTuple):
@@ -33,13 +34,13 @@ class AnalysisEnd(NamedTuple):
 
 
 class AnalysisServer:
-    """Server's side of a single analysis.
+    """The server's side of a single analysis.
 
     Args:
         sites: sites of the run.
         agreed: analysis that all sites have agreed on.
         folder: folder with the checkpoints.
-        request: models that the analysis reads. None if the analysis reads no models.
+        request: request for the models that the analysis reads. None if the analysis reads no models.
     """
 
     def __init__(self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None) -> None:
@@ -55,7 +56,7 @@ class AnalysisServer:
             RunStopped: sites are missing. The sums computed so far are kept.
             GivenUp: a sum cannot be revealed.
             DataError: the analysis has no result, or some sites cannot answer.
-            ConfigError: too few sites reach the cells, or a site's vector is wrong.
+            ConfigError: too few sites have enough subjects in the cells, or a site's vector is wrong.
         """
         record = read_checked(self._record)
         if record is None:
@@ -103,7 +104,7 @@ class AnalysisServer:
             if not may_retry:
                 raise
             return nothing, Info(len(clients), 0, len(clients), 0), clients  # too long a step, which no site is asked
-        terms = common.with_(question=AnalysisStep.of(name, place, question.encode()))
+        terms = common.with_(question=AnalysisStep.create(name, place, question.encode()))
         got = self._sites.analysis_sum(terms, form, self._request, clients)
         if got.total is None:
             silent = got.counts.silent or len(got.clients) - got.counts.answered
@@ -121,7 +122,7 @@ class AnalysisServer:
         """Raise an error if the checkpoints contain steps in an earlier format.
 
         Raises:
-            ConfigError: the checkpoints contain such steps.
+            ConfigError: the checkpoints contain steps in that format.
         """
         stem = stem_of(self._agreed.name)
         if any(self._record.parent.glob(f"{stem}-[0-9]*.json")):

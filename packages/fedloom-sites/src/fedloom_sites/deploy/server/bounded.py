@@ -1,8 +1,10 @@
-"""Pull replies object by object, up to a size limit for each kind of reply. Failed calls are repeated for a while.
+"""Pulling of replies from Flower's server object by object, up to a size limit for each kind of reply.
 
-Flower sends identical parts of a message once, and inserts them as often as the message claims. Therefore, while the
-objects arrive, the bytes of each object are counted as often as the message contains it. A reply that exceeds its limit
-is abandoned immediately.
+Failed calls are retried for a while.
+
+Flower sends identical parts of a message only once, and inserts them as often as the message specifies. While the
+objects arrive, the bytes of each object are therefore counted as many times as the message contains it. A reply that
+exceeds its limit is abandoned immediately.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from fedloom_sites.flwr_adapter import (
 T = TypeVar("T")
 
 POLL_SECONDS = 0.2
-"""Number of seconds between two checks for replies."""
+"""Time in seconds between two checks for replies."""
 MAX_RETRY_SECONDS = 30.0
-"""Largest number of seconds between two attempts to reach Flower's server when it does not answer."""
+"""Maximum time in seconds between two attempts to reach Flower's server when it does not answer."""
 
 
 class TooLong(FedloomError):
@@ -51,7 +53,7 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
 
     Args:
         grid: Flower's.
-        limits: largest number of bytes in a reply, by the message that it answers.
+        limits: maximum number of bytes in a reply, keyed by the ID of the message that it answers.
     """
     client = connection_of(grid)
     if client is None:  # not over a network: a message is there already
@@ -71,7 +73,7 @@ def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
 
 
 def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
-    """Return a reply, reassembled from its objects.
+    """Reassemble a reply from its objects, and return it.
 
     Raises:
         TooLong: the reply exceeds the limit in bytes.
@@ -104,9 +106,9 @@ def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
 
 
 def call_with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
-    """Call Flower's server and return its answer.
+    """Call Flower's server, and return its answer.
 
-    The call is repeated for some seconds if the server does not answer.
+    The call is retried for ``seconds`` seconds if the server does not answer.
 
     Raises:
         RunStopped: the server does not answer.

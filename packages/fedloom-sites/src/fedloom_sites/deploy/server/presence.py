@@ -1,11 +1,11 @@
-"""Track which site runs on each node, and which of the nodes that Flower calls online actually answer.
+"""Record of which site runs on each node, and of which nodes that Flower lists as online actually answer.
 
-A round waits for a node as long as the other nodes took for their answers in the same round, multiplied by the server's
-`pace`. No node can therefore set the pace for the others. A node is mute if it exceeds this time or a deadline, or if
-Flower reports its message as lost. The server still sends requests to a mute node, but no round waits for it until it
-answers a message. A site that has not answered for a number of rounds counts as absent until it answers a greeting.
-Until then, the site receives one greeting at a time, but no models. The server ignores a rejected node for as long as
-its patience lasts.
+A round waits for a node as long as the median time that the other nodes took to answer in the same round, multiplied by
+the server's `pace`. No node can therefore set the pace for the others. A node is marked as mute if it exceeds this time
+or a deadline, or if Flower reports its message as lost. The server still sends requests to a mute node, but no round
+waits for it until it answers a message. A site that has not answered for a number of rounds is treated as absent until
+it answers a greeting. Until then, the site receives one greeting at a time, but no models. The server ignores a
+rejected node for the number of seconds in `patience`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fedloom_sites.deploy.settings import Member
 from fedloom_sites.transport.roll import Roll
 
 SLOW_RATIO = 3.0
-"""Multiple of the other nodes' median number of seconds above which a node is reported as slow."""
+"""Multiple of the other nodes' median time above which a node is reported as slow."""
 LEAST_SECONDS = 30.0
-"""Smallest number of seconds to wait for a node: if other nodes answer immediately, nodes that check for messages only
+"""Minimum time in seconds to wait for a node: if other nodes answer immediately, nodes that check for messages only
 every few seconds, or that read their data first, could otherwise be late by chance."""
 
 
 class NodePresence(Roll):
-    """A run's nodes, and which of them answer.
+    """The nodes of a run, and which of them answer.
 
     Args:
-        members: sites that may participate, by client.
+        members: sites that may participate, keyed by client.
         clients: number of sites in the experiment.
-        patience: number of seconds for which a rejected node is ignored.
-        rounds: number of rounds in which a mute site receives requests before it counts as absent.
-        pace: multiple of the other nodes' median number of seconds for which a round waits for a node.
-        client_of: client for every node that was accepted in an earlier run of the server.
+        patience: time in seconds for which a rejected node is ignored.
+        rounds: number of rounds in which a mute site still receives requests before it is treated as absent.
+        pace: multiple of the other nodes' median time for which a round waits for a node.
+        client_of: client of every node that was accepted in an earlier run of the server, keyed by node.
 
     Attributes:
         round: latest round of the run for which a message was sent.
@@ -68,7 +68,7 @@ class NodePresence(Roll):
         return sorted(here - set(self.nodes.values()) - set(self._refused))
 
     def welcome(self, client: int, node: int, sizes: list[int]) -> None:
-        """Store which node a site runs on.
+        """Record which node a site runs on.
 
         Raises:
             Rejected: another node of the site answers already, or the site's numbers of samples have changed.
@@ -91,7 +91,7 @@ class NodePresence(Roll):
         self._refused[node] = reason, time.monotonic() + self._patience
 
     def answered(self, node: int) -> None:
-        """Wait for a node again once it has answered a message."""
+        """Record that a node has answered, so that the server waits for it again."""
         self._mute.pop(node, None)
 
     def silent(self, node: int) -> bool:
@@ -104,18 +104,18 @@ class NodePresence(Roll):
         return new
 
     def longest_wait(self, times: Collection[float]) -> float:
-        """Return the number of seconds to wait for a node's answer.
+        """Return the time in seconds to wait for a node's answer.
 
         Args:
-            times: number of seconds that the other nodes took to answer the same kind of message in this round.
+            times: times in seconds that the other nodes took to answer the same kind of message in this round.
         """
         return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
 
     def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
-        """Return the client that delayed a round and the others' median number of seconds, or None for no delay.
+        """Return the client that delayed a round and the others' median time in seconds, or None without a delay.
 
         Args:
-            took: number of seconds for every client that answered.
+            took: time in seconds that each client took to answer.
         """
         client = max(took, key=lambda c: took[c], default=-1)
         rest = [seconds for c, seconds in took.items() if c != client]
@@ -132,6 +132,6 @@ class NodePresence(Roll):
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 
     def reasons(self) -> dict[str, str]:
-        """Return the reasons why connected nodes do not participate, by name."""
+        """Return the reasons why connected nodes do not participate, keyed by name."""
         mute = {self.name(n): "does not answer" for n in self._mute}
         return mute | {self.name(node): why for node, (why, _) in self._refused.items()}

@@ -1,4 +1,4 @@
-"""Write a deployment's results on the server in the form of a run directory, so that `fedloom report` can read them."""
+"""Results of a deployment, written on the server as a run directory so that `fedloom report` can read them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Results:
         self._rounds, self._notes = 0, tuple[str, ...]()
 
     def hold(self, job: Job, state: State) -> None:
-        """Store the values for the summary, however the run ends."""
+        """Store the values for the summary, which is written however the run ends."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:
@@ -77,7 +77,7 @@ class Results:
         write_parquet(self._settings.results / analysis_file(name), [table])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
-        """Write a summary of the run's progress or end, and of every site's part in the run.
+        """Write a summary of the run's progress or end, and of every site's participation.
 
         Args:
             stop: reason why the run ended. None while the run continues.

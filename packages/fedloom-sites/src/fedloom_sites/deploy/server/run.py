@@ -1,4 +1,4 @@
-"""Server of a deployment, which runs the rounds of a simulation with chunks that real sites compute."""
+"""Server of a deployment, which runs the same rounds as a simulation, with clients that are real sites."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ from fedloom_sites.deploy.server.analyses import AnalysisServer
 from fedloom_sites.deploy.server.results import Results
 from fedloom_sites.deploy.server.sites import Sites
 from fedloom_sites.deploy.server.transport import Transport
-from fedloom_sites.deploy.settings import Server, check_version
+from fedloom_sites.deploy.setting_files import check_version
+from fedloom_sites.deploy.settings import Server
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.transport.forms import Forms
@@ -57,7 +58,7 @@ from fedloom_sites.transport.limits import check_real_clients
 Say = Callable[[str], None]
 
 STOP_PREFIX = "fedloom: stops: "
-"""Beginning of the line that says why a run ended early."""
+"""Beginning of the line that states why a run ended early."""
 STOP_FILE = "stop"
 """File next to the server's audit log that requests the end of the run after the current round."""
 STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
@@ -102,7 +103,7 @@ def stop_file(settings: Server) -> Path:
 
 
 def finished(settings: Server) -> Stop | None:
-    """Return the end of a run that has written its results and cannot be resumed, or None for other runs.
+    """Return the reason for the end of a run that has written its results and cannot be resumed, otherwise None.
 
     A finished run no longer needs sites.
 
@@ -123,7 +124,7 @@ def finished(settings: Server) -> Stop | None:
 def check_deployable(
     experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
 ) -> None:
-    """Raise an error for settings that only a simulation supports and, if ``masked``, that need single uploads.
+    """Raise an error for settings that only simulations support or, if ``masked``, that need individual uploads.
 
     Args:
         experiment: experiment to deploy.
@@ -200,9 +201,9 @@ def counts_samples(setting: Setting) -> str:
 
 
 def make_server_job(settings: Server, experiment: Experiment, sizes: Tensor) -> tuple[Job, Any, Forms]:
-    """Return a run without samples and client state, with its first state and its forms.
+    """Return a run without samples and client state, with its initial state and its message formats.
 
-    A round of this run needs the quorum in the settings.
+    Rounds of this run use the quorum in the server's settings, not that of the engine.
 
     Args:
         settings: settings of the server.
@@ -253,7 +254,7 @@ def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
 
 
 class _Run(Hooks):
-    """A run with its state and the work around its rounds."""
+    """A run with its state, and everything that happens around its rounds."""
 
     def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
@@ -342,7 +343,7 @@ class _Run(Hooks):
     def prepare_round(self, state: State) -> RunStopped | None:
         """Check that the next round stays within the budget, and record the round if the server adds the noise.
 
-        Return the reason to stop if the budget does not suffice, or None.
+        Return the reason to stop if the budget is too small, otherwise None.
         """
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1

@@ -1,4 +1,4 @@
-"""Clients of a deployment, which train, answer and score where their samples are."""
+"""Clients of a deployment, which train, answer and score at the location of their samples."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Sites(StreamedClients):
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
-        """Yield model, part, name and value of the federation's metrics that the sites have summed after a round."""
+        """Yield model, part, name and value of each metric that the sites have summed after a round."""
         yield from ()
 
     def groups(self) -> list[GroupScore]:
@@ -154,11 +154,11 @@ class Sites(StreamedClients):
         return self._scores[1]
 
     def analysis_terms(self, name: str, request: ScoreRequest | None) -> Terms:
-        """Return the terms that all steps of an analysis have in common.
+        """Return the terms that are common to all steps of an analysis.
 
         Args:
             name: name of the analysis.
-            request: models that the analysis reads. None if the analysis reads no models.
+            request: request for the models that the analysis reads. None if the analysis reads no models.
         """
         cohort, transport = sorted(self._transport.nodes), self._transport
         digests = () if request is None else self._model_digests(request, cohort[0])
@@ -166,7 +166,7 @@ class Sites(StreamedClients):
             round=self._job.setting.rounds, trains=False, sizes=tuple(map(tuple, transport.sizes.tolist())),
             cohort=tuple(cohort), accepted=tuple(self._place(c)["accepted"] for c in cohort), models=digests,
             common=request is not None and request.model is not None, figures=tuple(transport.figures),
-            question=AnalysisStep.of(name, 0, b""),
+            question=AnalysisStep.create(name, 0, b""),
         )  # fmt: skip
 
     def analysis_sum(
@@ -177,8 +177,8 @@ class Sites(StreamedClients):
         Args:
             terms: terms that contain the question.
             form: format of a vector.
-            request: models that the analysis reads. None if the analysis reads no models.
-            clients: sites of the previous steps. None before the first step.
+            request: request for the models that the analysis reads. None if the analysis reads no models.
+            clients: sites that took part in the previous steps. None before the first step.
 
         Raises:
             RunStopped: one of these sites does not answer, or fewer sites than the quorum answer.

@@ -1,13 +1,13 @@
-"""Send messages to the sites over Flower's grid, and receive replies.
+"""Transport of messages to the sites, and of their replies, over Flower's grid.
 
 Each reply is matched to the message that it answers.
 
-Each message to a site contains its own nonce and an explicit time to live. A round of messages ends when all messages
-are answered, or at the soft deadline if enough valid replies have arrived. Once there are enough valid replies, the
-server does not wait for a mute node (see `fedloom_sites.deploy.server.presence`). A greeting that is answered after its
-deadline still counts.
+Each message to a site has its own nonce and an explicit time to live. A round of messages ends when all messages are
+answered, or at the soft deadline if enough valid replies have arrived. Once there are enough valid replies, the server
+does not wait for a mute node (see `fedloom_sites.deploy.server.presence`). A greeting that is answered after its
+deadline is still accepted.
 
-Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or its time-out, checks only every three
+Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or its timeout, checks only every three
 seconds, discards late replies, and assembles a reply of any length.
 """
 
@@ -35,7 +35,7 @@ from fedloom_sites.deploy.settings import Server
 from fedloom_sites.transport.forms import Forms
 
 MAX_REPEATS = 2
-"""Number of times that a message is sent again to a site that could not write to its disk."""
+"""Maximum number of times that a message is sent again to a site that could not write to its disk."""
 
 
 class Transport:
@@ -48,7 +48,7 @@ class Transport:
         say: function that prints a line.
 
     Attributes:
-        members: sites that may participate, by client.
+        members: sites that may participate, keyed by client.
         presence: record of the connected sites.
         figures: metrics that the samples of every site define. Empty if scores are not summed.
     """
@@ -67,26 +67,26 @@ class Transport:
         self._unable = set[int]()
 
     def _met(self) -> dict[int, int]:
-        """Return the client of each node with a logged reply, so that a site has a name before its first answer."""
+        """Return the client of each node with a logged reply, so that a site has a name before it answers again."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
         names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
         return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
 
     @property
     def nodes(self) -> dict[int, int]:
-        """Flower's node number for every connected site, by client."""
+        """Flower's node number of every connected site, keyed by client."""
         return self.presence.nodes
 
     @property
     def sizes(self) -> Tensor:
         """Number of training, validation and test samples of every site, ``[n, 3]``.
 
-        0 before the site's first answer.
+        The numbers are 0 before the site's first answer.
         """
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
-        """Begin a run: from now on, its messages are known and the numbers of samples are fixed.
+        """Begin a run: from now on, its messages are recognized and the numbers of samples are fixed.
 
         Args:
             job: run.
@@ -100,7 +100,8 @@ class Transport:
         """Greet nodes until all sites are connected, or until the patience runs out and the quorum is connected.
 
         Args:
-            everyone: part of the run that needs every site's number of samples. Empty if the quorum suffices.
+            everyone: description of the part of the run that needs every site's number of samples. Empty if the quorum
+                suffices.
 
         Raises:
             RunStopped: too few sites are connected.
@@ -133,13 +134,13 @@ class Transport:
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
     def note(self, what: str, round: int, clients: Iterable[int], reason: str) -> None:
-        """Print and log the result of a round, together with its sites."""
+        """Print and log an event in a round, together with the sites concerned."""
         sites = [self.members[c].site for c in sorted(clients)]
         self._say(f"fedloom: {what}: {reason}")
         self._audit.write(what, round=round, sites=sites, reason=reason)
 
     def step(self, round: int, staleness: Mapping[int, int]) -> None:
-        """Log the sites whose uploads a step has used, and the staleness of each upload."""
+        """Log the sites whose uploads a step of the server has used, and the staleness of each upload."""
         sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
         self._audit.write("step", round=round, staleness=sites)
 
@@ -157,10 +158,13 @@ class Transport:
     def collect_replies(
         self, round: int, requests: dict[int, Request], need: int, wanted: Collection[int] = ()
     ) -> dict[int, Reply]:
-        """Return accepted replies by client. Unanswered requests are repeated until ``need`` replies have arrived.
+        """Send requests to sites, and return the accepted replies, keyed by client.
 
-        A reply to a request that asks only for scores does not count towards ``need``. A site that could not write to
-        its disk receives the same request again, up to `MAX_REPEATS` times, even if enough other sites have answered.
+        Unanswered requests are repeated until ``need`` replies have arrived.
+
+        A site that could not write to its disk receives the same request again, up to `MAX_REPEATS` times, even if
+        enough other sites have answered. A reply to a request that asks only for scores is not counted towards
+        ``need``.
 
         Args:
             round: round of the run.
@@ -199,7 +203,7 @@ class Transport:
     def exchange(
         self, round: int, requests: Sequence[Request], need: int, deadline: float, wanted: Collection[int] = ()
     ) -> tuple[dict[int, Reply], set[int]]:
-        """Send requests and return checked replies, until all have arrived or the quorum and the deadline are reached.
+        """Send requests, and return the checked replies once all have arrived or both quorum and deadline are reached.
 
         The server waits for a ``wanted`` client until the deadline, even if the other clients have answered earlier.
 
@@ -255,7 +259,7 @@ class Transport:
             )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
-        """Send requests, and return the open requests by message."""
+        """Send requests, and return the open requests, keyed by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
@@ -267,20 +271,20 @@ class Transport:
         }
 
     def post(self, round: int, requests: Sequence[Request]) -> None:
-        """Send requests whose replies `arrived` returns at some later time."""
+        """Send requests whose replies `arrived` will return later."""
         self.presence.round, now = max(self.presence.round, round), time.monotonic()
         self._posted |= {id_: (pending, now) for id_, pending in self._push(round, requests).items()}
 
     @property
     def awaited(self) -> set[int]:
-        """Clients with an open posted request."""
+        """Clients whose answer to a posted request is still expected."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:
         """Return new replies to posted requests, and the clients whose replies were rejected or lost.
 
         The function also greets new nodes. The server waits for the answer to a greeting as long as for any other
-        message, but a greeting delays nothing.
+        answer, but a greeting delays nothing.
         """
         self.post(0, self._greetings())
         replies, failed = dict[int, Reply](), set[int]()
@@ -296,7 +300,7 @@ class Transport:
         return replies, failed
 
     def give_up(self, client: int | None, most: float = 0.0) -> None:
-        """Stop waiting for a client's reply, or for greetings if the client is None, after ``most`` seconds."""
+        """Stop waiting for replies of a client, or of greeted nodes if the client is None, after ``most`` seconds."""
         now = time.monotonic()
         for id_, (pending, start) in [*self._posted.items()]:
             if pending.client == client and now - start >= most:
@@ -308,7 +312,7 @@ class Transport:
 
     @staticmethod
     def seconds() -> float:
-        """Return the number of seconds since a fixed moment."""
+        """Return the number of seconds since a fixed point in time."""
         return time.monotonic()
 
     @staticmethod
@@ -337,7 +341,7 @@ class Transport:
         self._audit.write("missed", round=round, client=client, site=site)
 
     def _mark_mute(self, pending: Pending, why: str) -> None:
-        """Mark a node as mute if it did not answer in time, or if its answer was lost.
+        """Mark a node as mute because it did not answer in time, or because its answer was lost.
 
         The server no longer waits for this node.
         """
@@ -350,7 +354,7 @@ class Transport:
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """Return the information about a message for the log.
+        """Return the facts about a message for the log.
 
         The site may be known only from the node's earlier answers.
         """
@@ -386,7 +390,7 @@ class Transport:
         )  # fmt: skip
 
     def _reject(self, error: Rejected, id_: str, pending: Pending | None, is_late: bool, lost: bool) -> set[int]:
-        """Log a reply that does not count, and return its client if it receives no further request in this round.
+        """Log a rejected reply, and return its client if the client receives no further request in this round.
 
         Otherwise, the returned set is empty.
         """

@@ -1,14 +1,14 @@
-"""Answer the questions of analyses at a site, and remember them.
+"""A site's answers to the questions of analyses, and its record of them.
 
-A site answers each step only once, for one question, on the rows of the first step, and under terms that stay the same.
-Ranges, bins and smallest counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site
-records the step before it looks at its rows. Nothing else that the server receives depends on the rows: no message
-text, no length, and no further message.
+A site answers each step only once: for one question, on the same rows as the first step, and under unchanged terms.
+Ranges, bins and minimum counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site
+records the step before it reads its rows. Nothing else that the server receives depends on the rows: neither the text
+nor the length of a message, nor the number of messages.
 
-A site remembers, across experiments on data with the same name, which experiments have requested an analysis, and the
-subjects in every set of rows that an analysis sums. Two analyses of sets that differ by a few subjects would reveal
-these subjects. In that case, a site answers only the first of them. It records a set and the decision about it before
-it answers.
+Across experiments on data with the same name, a site remembers which experiments have requested an analysis, and which
+subjects are in each set of rows that an analysis sums. Two analyses of sets that differ by only a few subjects would
+reveal these subjects. In that case, a site answers only the first of them. It records each set of rows, and whether it
+will answer, before it answers.
 """
 
 from __future__ import annotations
@@ -40,23 +40,24 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS
-from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, in_turn, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, lock_folder, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MEMORY_FILE = "analyses.json"
-"""File in the data's memory with the experiments that have requested each analysis, and with the sets of rows."""
+"""File in the site's memory of the data that lists the experiments that have requested each analysis, and the sets of
+rows."""
 MAX_RESULT_BYTES = 1 << 26
-"""Largest result in bytes that a site keeps."""
+"""Maximum size in bytes of a result that a site stores."""
 
 
 class SiteAnswer(NamedTuple):
     """A site's answer to a step.
 
     Attributes:
-        vector: the site's sums as whole numbers, or zeros.
+        vector: the site's sums as integers, or zeros.
         counters: see `fedloom_sites.deploy.secure.counters`.
     """
 
@@ -68,9 +69,10 @@ class SiteAnalyses:
     """A site's part in the analyses of an experiment.
 
     Args:
-        trainer: the site's training, with its samples.
+        trainer: object that trains at the site and provides its samples.
         folder: folder with the site's state in this experiment.
-        first: function that returns the number of the site's bits that precede the bits of the first analysis.
+        first: function that returns the number of bits that precede those of the first analysis in the site's bit
+            field.
     """
 
     def __init__(self, trainer: Trainer, folder: Path, first: Callable[[], int] = int) -> None:
@@ -78,14 +80,14 @@ class SiteAnalyses:
 
     @cached_property
     def agreed(self) -> dict[str, AgreedAnalysis]:
-        """Agreed analyses. Empty at a site that sends nothing without noise."""
+        """Agreed analyses. Empty if the site adds noise to everything that it sends."""
         trainer, site = self._trainer, self._trainer.site
         if trainer.private:
             return {}
         return agreed_analyses(trainer.experiment, site.samples, site.clients, site.survivors, self._first())
 
     def begin(self) -> None:
-        """Begin a complete record of the steps at a site that has not sent anything in this experiment yet.
+        """Start a complete record of steps for every analysis, if the site has sent nothing in this experiment yet.
 
         As long as the record contains no step, a damaged list of opened sums does not prevent an analysis.
         """
@@ -96,29 +98,29 @@ class SiteAnalyses:
 
     @cached_property
     def bits(self) -> int:
-        """Cells that the site reaches with enough subjects, over all analyses."""
+        """Bit field of the cells in which the site has enough subjects, for all analyses together."""
         if not self.agreed or not part_sizes(self._trainer.fed, self._trainer.site.client)[0]:
             return 0
         return sum(one.publish(self._rows) << one.first for one in self.agreed.values() if one.flags)
 
     @cached_property
     def _rows(self) -> ClientRows:
-        """The site's rows, from all parts."""
+        """The site's rows, from its training, validation and test parts."""
         trainer, client = self._trainer, self._trainer.site.client
         if not part_sizes(trainer.fed, client)[0]:
             return empty_rows(next(iter(self.agreed.values())).schema, client)
         return client_rows(trainer.fed, client)
 
     def answer(self, terms: Terms, models: Sequence[bytes] = ()) -> SiteAnswer:
-        """Return the answer to a step, or zeros if the site cannot answer, and log the reason at the site.
+        """Return the answer to a step. If the site cannot answer, log the reason at the site and return zeros.
 
         Args:
             terms: terms of the session, which have already been checked against this site.
-            models: messages from the server.
+            models: messages from the server that contain models.
 
         Raises:
-            PublicReason: the analysis was not agreed on, the rules do not lead to the question, the step was already
-                answered for a different question, or the site has lost its record of answers.
+            PublicReason: the analysis was not agreed on, the question does not follow from the rules, the step was
+                already answered for a different question, or the site has lost its record of answers.
         """
         assert terms.question is not None
         _, step, name = self.agreed, terms.question.step, terms.question.analysis
@@ -144,8 +146,8 @@ class SiteAnalyses:
                 )
             rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
-            if clipped:
-                self._trainer.log_privately(f"step {step} of the analysis {name}: {clipped} numbers were clipped")
+            if clipped and self._trainer.site.secure is not None:  # a sum would show the sites with other numbers
+                raise Refused(f"{clipped} numbers of the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
             self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
@@ -176,7 +178,7 @@ class SiteAnalyses:
         return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
 
     def _attach_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
-        """Return the site's rows with the final models of the run as functions of the inputs."""
+        """Return the site's rows together with the final models of the run, as functions of the inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
         down, shared = trainer.node.receive(models, common=terms.common)
@@ -203,9 +205,9 @@ class SiteAnalyses:
         )  # fmt: skip
 
     def _enter(self, one: AgreedAnalysis, terms: Terms, rows: str) -> bool:
-        """Record a step before the site answers it, and return True if the rows are still those of the first step.
+        """Record a step before the site answers it, and return True if the rows have not changed since the first step.
 
-        The result is False for different rows.
+        If they have changed, the site must not use them in an answer.
 
         Args:
             one: requested analysis.
@@ -235,14 +237,14 @@ class SiteAnalyses:
         return bool(rows == first)
 
     def _remember(self, one: AgreedAnalysis) -> None:
-        """Record in the data's memory that this experiment requests the analysis.
+        """Record in the site's memory of the data that this experiment requests the analysis.
 
         Raises:
-            Broken: so many experiments have requested the analysis that the site answers no more experiments.
+            Broken: the maximum number of experiments have already requested the analysis.
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
-        with in_turn(site.memory_folder):
+        with lock_folder(site.memory_folder):
             record = self._memory()
             fits = record["asked"].setdefault(one.name, [])
             if site.fingerprint in fits:
@@ -257,9 +259,9 @@ class SiteAnalyses:
             write_checked(site.memory_folder / MEMORY_FILE, record)
 
     def _are_apart(self, one: AgreedAnalysis, terms: AnalysisTerms) -> bool:
-        """Return True if the sets of rows may be summed in addition to other analyses, and remember the decision."""
+        """Return True if the analysis may sum its row sets in addition to earlier analyses, and record the decision."""
         sets = one.analysis.row_sets(self._rows, terms)
-        with in_turn(self._trainer.site.memory_folder):
+        with lock_folder(self._trainer.site.memory_folder):
             record = self._memory()
             salt, columns = bytes.fromhex(record["salt"]), columns_digest(one.schema)
             name = f"{self._trainer.site.fingerprint} {one.name}"
@@ -272,10 +274,10 @@ class SiteAnalyses:
         return may_answer
 
     def _memory(self) -> dict[str, Any]:
-        """Return the memory of the data.
+        """Return the site's memory of the data.
 
         Raises:
-            Broken: the memory is damaged.
+            Broken: the file is damaged.
         """
         path = self._trainer.site.memory_folder / MEMORY_FILE
         record = read_checked(path)

@@ -1,7 +1,8 @@
-"""Approval of a run at a site, identified by the digest of all agreed settings, and the names of the site's data.
+"""A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
 
-If approval is required, the site trains only after approval. The sender of an agreement names the data, and the name
-selects the site's memory. A site therefore keeps the name under which it first used each source of samples.
+If approval is required, the site trains only after approval. The sender of an agreement names the data, and this name
+determines which of its records a site uses for them. A site therefore keeps the name under which it first used each
+source of samples.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError, Refused
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.disk import regular
-from fedloom_sites.deploy.secure.opened import OPENED_FILE, in_turn, read_checked
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, lock_folder, read_checked
 from fedloom_sites.deploy.settings import Site
 
 APPROVAL_FILE, NAMES_FILE = "approved.json", "data-names.json"
@@ -66,39 +67,53 @@ def check_approved(site: Site) -> None:
 
 
 def check_data_name(site: Site) -> None:
-    """Raise if an agreement gives other data names to samples whose sums or budgets the site remembers.
+    """Raise an error if an agreement renames data whose sums or privacy budgets the site remembers.
 
-    The first agreement on a source names it.
+    The first agreement that uses a source determines its name. If the site has memories of data without a source (of an
+    earlier version of fedloom, or because the list of names was lost), a new source takes one of their names.
 
     Raises:
-        ConfigError: the source has another name at this site, or the list of names is damaged.
+        ConfigError: the source has another name at this site, a new name could hide the memory of its samples, or the
+            list of names is damaged.
     """
     if (site.secure is None and site.epsilon is None) or site.snapshot is not None:  # `declare` has checked its source
         return
     folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
     source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
-    with in_turn(folder):
+    with lock_folder(folder):
         path = folder / NAMES_FILE
         try:
             names = json.loads(regular(path).read_bytes()) if path.exists() else {}
+            orphans = {file.parent.name.removeprefix("data-") for file in folder.glob("data-*/*.json")} - {
+                *names.values()
+            }
+            is_free = source in names or not orphans or site.data_name in orphans
             first_name = names.setdefault(source, site.data_name)
         except (OSError, ValueError, AttributeError, RecursionError):
             raise Refused(
                 f"{NAMES_FILE} of site {site.site} is damaged, so the site cannot know the names of its data. Restore "
                 f"the file from a copy, or write {{}} into it if the site has not taken part in another experiment"
             ) from None
+        line = json.dumps({source: site.data_name}).strip("{}")
+        if not is_free:
+            raise Refused(
+                f"site {site.site} remembers sums or budgets of data named {', '.join(sorted(orphans))}, which may be "
+                f"these data, but the agreement names them {site.data_name!r}. Agree on the earlier name as data_name. "
+                f"If these are other patients, add {line} to {NAMES_FILE} in the folder memory, or else state, of the "
+                "site"
+            )
         if first_name != site.data_name:
             raise Refused(
                 f"site {site.site} knows these data under the name {first_name!r}, but the agreement names them "
                 f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
-                f"= {first_name!r}. If the source now contains other patients, delete its line from {NAMES_FILE} in "
-                "the folder memory, or else state, of the site"
+                f"= {first_name!r}. If the source now contains other patients, change its line to {line} in "
+                f"{NAMES_FILE} in the folder memory, or else state, of the site"
             )
         if not path.exists() or json.loads(regular(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())
 
 
 def count_experiments(site: Site) -> int:
-    """Return how many other experiments a site remembers of its data."""
+    """Return how many other experiments on the same data a site remembers."""
     record = read_checked(site.memory_folder / OPENED_FILE) or {}
     return len({*record.get("experiments", {})} - {site.folder.name})

@@ -1,9 +1,8 @@
-"""Record the models that a site has answered, so that a server cannot repeat a round with many crafted models.
+"""Record of the models for which a site has answered, so that a server cannot repeat a round with many crafted models.
 
 An answer reveals how a model performs on the samples. The difference between the answers to two slightly different
-models reveals even more. The same applies under masks: every question that a sum or a counter answers reveals
-something. A server needs one model per round and kind of message, and a different one only after it has lost a
-checkpoint.
+models reveals even more. The same applies to masked answers: every sum and every counter reveals something. A server
+needs one model per round and kind of message, and a different one only after it has lost a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from fedloom_sites.deploy.site.trainer import Trainer
 MODEL_MESSAGES = ("ask", "train", "score", "analysis")
 """Kinds of messages with models that a site answers individually. Under masks, the kinds are `masked` and `tally`."""
 IN_RUN = "in the whole run"
-"""Entry in the record: the number of models of every kind that were answered in the experiment."""
+"""Key of the record's entry that counts the models of each kind that were answered in the whole experiment."""
 
 
 class AskedTooOften(RunDirError):
-    """Error: a message would exceed the number of models that a site answers."""
+    """Error: the site has already answered the maximum number of models."""
 
 
 class AskedModels:
@@ -46,7 +45,7 @@ class AskedModels:
         """Record the models in a message of kind ask, train or score before the site answers it.
 
         Raises:
-            AskedTooOften: there are too many models for a round or for the run.
+            AskedTooOften: the message would exceed the number of models for a round or for the run.
         """
         self._enter(_models(envelope))
 
@@ -58,7 +57,7 @@ class AskedModels:
             accepted: round of the state from which the site answers.
 
         Raises:
-            AskedTooOften: there are too many models for a round or for the run.
+            AskedTooOften: the request would exceed the number of models for a round or for the run.
         """
         models = dict[tuple[str, int], str]()
         if terms.trains:
@@ -98,7 +97,7 @@ class AskedModels:
 
 
 def _models(envelope: Envelope) -> dict[tuple[str, int], str]:
-    """Return digests of the models in a message and of the requested state, by kind and round."""
+    """Return digests of the models in a message and of the requested state, keyed by kind and round."""
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
     if head["kind"] == "analysis":  # whose terms come first; most read no model

@@ -1,4 +1,4 @@
-"""Answer the server as a site, with its identity, results of `trainer`, and errors."""
+"""A site's signed replies to the server's messages, with results of `trainer` or with the reason for a rejection."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Client:
             settings.
 
     Attributes:
-        trainer: the site's training and scores.
-        answers: the site's answers in a round, either individually or under masks.
+        trainer: object that trains and scores models at the site.
+        answers: object that answers the messages of a round, either individually or under masks.
 
     Raises:
         ConfigError: the signing key cannot be read.
@@ -75,7 +75,7 @@ class Client:
 
     @property
     def figures(self) -> str:
-        """Metrics that the site's samples define, in the format for the server."""
+        """Metrics that the site's samples define, encoded for the server."""
         return self.answers.figures
 
     def prepare(self) -> None:
@@ -135,7 +135,7 @@ class Client:
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None,
         reason: str,
     ) -> None:  # fmt: skip
-        """Log the content of a reply before it leaves the site, and the alarms that the message raises.
+        """Log the content of a reply before the reply leaves the site, and raise alarms about the message.
 
         Raises:
             CheckpointError: the disk is full or cannot be written to.
@@ -152,7 +152,7 @@ class Client:
             self.trainer.log_privately(alarm)
 
     def _count_questions(self, t: int) -> int:
-        """Return the number of questions of analyses in round ``t`` (the last round). 0 if the site can answer none."""
+        """Return the number of analysis questions in round ``t``: 0 before the last round or if there are none."""
         try:
             asked = t == self.trainer.rounds and not self.trainer.private
             return count_questions(self.trainer.experiment) if asked else 0
@@ -196,7 +196,14 @@ class Client:
         if kind != "hello":
             check_approved(site)
             if not self._has_named_data:
-                check_data_name(site)
+                try:
+                    check_data_name(site)
+                except Refused as error:  # which names data of other agreements
+                    self.trainer.log_privately(sentence_of(error))
+                    raise Refused(
+                        f"site {site.site} does not accept the data_name of the agreement. At the site, run: fedloom "
+                        "deploy check FOLDER"
+                    ) from None
                 self._has_named_data = True
         self._check_round(head)
 

@@ -30,10 +30,12 @@ def norms_of(job: Job, down: Any) -> list[float]:
 
 
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
-    """Raise an error if a model is far from the previous model. The check reads no samples.
+    """Raise an error if the norms of a model differ too much from those of the previous model.
+
+    The check does not use any samples.
 
     Args:
-        most: largest factor by which a norm may change. None for any.
+        most: maximum factor by which a norm may change. None for any.
         norms: norms of the received model.
         before: norms of the previous model. Empty if there is no previous model.
         where: site and round, for the message.
@@ -54,11 +56,11 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
 def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, tokens: int) -> None:
     """Raise an error if a model contains many units that receive no gradient from any of the site's samples.
 
-    The message does not contain the share of units: for a crafted layer, this share is the largest value of a pixel at
-    this site.
+    The message does not state the share of such units: for a crafted layer, this share would equal the largest pixel
+    value at this site.
 
     Args:
-        most: largest allowed share of such units in a layer. None for any.
+        most: maximum allowed share of such units in a layer. None for any.
         job: the site's run.
         down: message that the site received.
         t: round.

@@ -20,7 +20,7 @@ class SiteGroups:
     """Groups of samples at one site.
 
     Args:
-        trainer: the site's training and scores.
+        trainer: object that trains and scores models at the site.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -28,7 +28,7 @@ class SiteGroups:
 
     @cached_property
     def sums(self) -> GroupSums:
-        """Encoding of the sums."""
+        """Encoding of the sums over groups."""
         trainer = self._trainer
         agreed = agreed_groups(trainer.experiment, trainer.site.samples)
         return GroupSums(trainer.job, agreed, min_rows(trainer.experiment))
@@ -49,7 +49,8 @@ class SiteGroups:
             job: run from `Trainer.attach_local_data`.
             models: messages from the server.
             t: round.
-            scores: scores on the site's parts, which determine the choice of the hybrid model.
+            scores: scores on the site's parts of the data, which decide whether the hybrid model is the global or the
+                personal model.
             common: True if the global model is scored.
         """
         if t != self._trainer.rounds or not self.members or not scores:

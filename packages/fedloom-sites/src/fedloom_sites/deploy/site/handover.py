@@ -1,13 +1,13 @@
-"""Hand over messages from Flower's process for one message to the site's permanent process.
+"""Handover of messages from Flower's short-lived processes to the site's permanent process.
 
 Flower starts one process per message. This process imports neither PyTorch nor the experiment. It opens a Unix socket
-to the permanent process (see `warm`), starts that process if it is not running, and passes on one message. Whichever
+to the permanent process (see `warm`), starts that process if it is not running, and hands over one message. Whichever
 process holds the lock on `warm.lock` is the site's process. The lock is inherited together with the socket, so there is
 only one such process even if many messages arrive at once.
 
-Both processes compare the user that runs the other process, and a digest of version and settings. A permanent process
-with a different digest ends. In each direction, the processes then send the length as eight bytes and a message. A
-message that did not arrive in full is not answered.
+Each process checks which user runs the other process, and whether both have the same digest of version and settings. A
+permanent process with a different digest ends. In each direction, a message is preceded by its length, encoded in eight
+bytes. A message that does not arrive in full is not answered.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 
 SOCKET_FILE, SOCKET_LOCK_FILE, SITE_LOG_FILE = "warm.sock", "warm.lock", "warm.log"
 MAX_SOCKET_PATH_BYTES = 100
-"""Largest number of bytes in the path of a Unix socket. Operating systems allow 104 bytes or more."""
+"""Maximum length in bytes of the path of a Unix socket. Operating systems allow 104 bytes or more."""
 HANDOVER_MAGIC = b"fedloom1"
 SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
 OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
 """Environment variable with the ID of the site's network process. All processes started by this process inherit the
 variable."""
 START_SECONDS = 10.0
-"""Number of seconds within which the process must be found or started. Otherwise, the answer is an error."""
+"""Time in seconds within which the site's process must be found or started. Otherwise, the answer is an error."""
 CONNECT_INTERVAL_SECONDS = 0.05
 MAX_LOG_BYTES = 1 << 20
-"""Size of the log in bytes above which a new process begins a new log."""
+"""Size in bytes above which a new process starts a new log file."""
 
 
 class NoAnswer(FedloomError):
@@ -59,8 +59,8 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
     Args:
         site_file: settings of the site.
         content: content of the message.
-        owner: process with which the site's process ends. None for the site's network process, which `main` became, or
-            else the process that started this one.
+        owner: ID of the process with which the site's process ends. None for the site's network process if the
+            environment contains its ID, otherwise for the process that started this one.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder does not belong to the site.
@@ -84,7 +84,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process and its task starter, then become the site's network process.
+    """Start a site's process and the process that starts its tasks, then become the site's network process.
 
     Both processes end together with the network process.
 
@@ -103,9 +103,9 @@ def main(words: list[str]) -> None:
 
 
 def _owner() -> int:
-    """Return the process with which the site's process ends.
+    """Return the ID of the process with which the site's process ends.
 
-    The result is never a process that adopted this process.
+    If this process was orphaned, the result is its own ID rather than that of the process that adopted it.
     """
     named = os.environ.get(OWNER_VARIABLE, "")
     if named.isdigit():
@@ -136,7 +136,7 @@ def is_own(line: socket.socket) -> bool:
 
 
 def receive(line: socket.socket, size: int) -> bytes:
-    """Return exactly ``size`` received bytes.
+    """Receive exactly ``size`` bytes, and return them.
 
     Raises:
         ConnectionError: fewer came.
@@ -152,7 +152,7 @@ def receive(line: socket.socket, size: int) -> bytes:
 
 
 def receive_sized(line: socket.socket) -> bytes:
-    """Return received bytes that are preceded by their number.
+    """Receive bytes that are preceded by their number, and return them.
 
     Raises:
         ConnectionError: fewer came.

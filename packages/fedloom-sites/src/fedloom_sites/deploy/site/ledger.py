@@ -1,4 +1,4 @@
-"""Ledger of the releases under differential privacy.
+"""Ledger of the releases of an experiment under differential privacy.
 
 An entry is always written before the noise is drawn, never afterwards.
 
@@ -12,8 +12,8 @@ releases in the state next to the ledger, or lacks a round that the server has a
 and nothing more is released.
 
 A site's limit applies to its data: the epsilon and delta of several experiments add up, so the epsilon that other
-experiments have spent on data with the same name is included. The memory of these data contains the epsilon of every
-ledger.
+experiments have spent on data with the same name is included. The site's memory of these data stores the epsilon of
+every ledger.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedloom.storage.disk import regular
 from fedloom.storage.files import append_line, create_file
 from fedloom_sites.deploy.audit import entry_of
 from fedloom_sites.deploy.noise import remaining_noise
-from fedloom_sites.deploy.secure.opened import in_turn, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 
 LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
 """Files with an experiment's releases, and with the epsilon of every experiment on the same data."""
@@ -46,9 +46,9 @@ class Ledger:
     Args:
         folder: folder with the ledger.
         noise: noise that the accounting covers. None if there is no delta.
-        limit: epsilon that must never be exceeded. None: none.
-        who: owner of the budget, for messages.
-        least: number of releases in the state next to the ledger.
+        limit: epsilon that must never be exceeded. None for no limit.
+        who: owner of the budget, as named in messages.
+        least: minimum number of releases that the ledger must list, as recorded in the state next to it.
         accepted: round whose release the server has accepted. 0 if there is none.
         memory: folder in which facts about the data are remembered across experiments, if the limit applies to all
             experiments.
@@ -155,7 +155,7 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon that this ledger has spent, alongside that of other ledgers.
+        """Record the epsilon that this ledger has spent, alongside that of the other ledgers on the same data.
 
         Args:
             memory: folder.
@@ -165,7 +165,7 @@ class Ledger:
         Raises:
             Spent: all ledgers together would exceed the limit, or their epsilon is unknown.
         """
-        with in_turn(memory):
+        with lock_folder(memory):
             path = memory / SPENT_FILE
             record = read_checked(path)
             if record is None and path.exists():

@@ -1,4 +1,4 @@
-"""Samples of one site, seen as client i in a federation of n clients.
+"""Samples of one site, represented as client i in a federation of n clients.
 
 The server has the same federation, but without any samples.
 """
@@ -31,7 +31,7 @@ from fedloom_sites.deploy.settings import Site
 SPLIT_FIELDS = ("test", "validation", "max_train_per_client", "folds", "pool")
 """Fields of a partition that determine how a client's samples are split into its parts."""
 HASHED_SAMPLES = 4096
-"""Number of samples to hash at a time."""
+"""Number of samples that are hashed at a time."""
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
@@ -93,7 +93,7 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
     Args:
         samples: description of a sample.
         sizes: number of training, validation and test samples of every client, ``[n, 3]``. A client without training
-            samples counts as a client with one.
+            samples is treated as if it had one.
     """
     places = (samples.positions,) if samples.each else ()
     target = torch.zeros(1, *places, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
@@ -115,8 +115,8 @@ def check_samples(site: Site, data: Dataset) -> None:
 
     Raises:
         DataError: the data contradict the experiment. The message describes both.
-        ConfigError: the same for a contradiction that reveals no value of a sample, so that the server may see the
-            message.
+        ConfigError: the data contradict the experiment in a way that reveals no value of a sample, so that the server
+            may see the message.
     """
     here = compared(data)
     for name, wanted in compared(site.samples).items():
@@ -139,10 +139,12 @@ def check_samples(site: Site, data: Dataset) -> None:
 
 
 def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
-    """Return the site's table ``[data]`` with the location of its samples. The meaning of the columns was agreed on.
+    """Return the site's table ``[data]``, including the location of its samples.
 
-    If the site does not name the columns for subjects, order and strata, those of the experiment apply, because a site
-    cannot do without them.
+    The meaning of the columns comes from the agreement.
+
+    If the site does not name the columns for subjects, order and strata, those of the experiment are used, because a
+    site cannot do without them.
     """
     designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.option_names()}
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
@@ -191,7 +193,7 @@ def samples_digest(fed: Federation, client: int) -> str:
 
 
 def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
-    """Return data with the experiment's tokens, and with its class numbers if it defines the classes."""
+    """Return data with the experiment's token IDs, and with its class numbers if it has all classes of the data."""
     classes, vocabulary = samples.classes, samples.vocabulary
     if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
         data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
@@ -204,7 +206,7 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
     """Return a federation of n clients in which client ``client`` becomes client ``seat``.
 
-    The samples of this client also stand for those of all other clients.
+    The samples of this client also stand in for those of all other clients.
 
     Args:
         fed: federation.

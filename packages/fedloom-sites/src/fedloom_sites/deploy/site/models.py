@@ -1,4 +1,4 @@
-"""Models on a site's disk: a list of them, a model as a plain module, and a model as a file for other programs."""
+"""Models on a site's disk: listing them, loading one as a plain module, and exporting one for other programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import ModelRecipe, running_statistics
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.settings import Site, read_site
+from fedloom_sites.deploy.setting_files import read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.local_data import site_federation
 from fedloom_sites.deploy.site.state import SiteModel, models
 
@@ -34,7 +35,7 @@ PREFERRED_KINDS = ("hybrid", "personal", "global")
 
 
 class Owned(NamedTuple):
-    """A site's newest model in its experiment."""
+    """A site and its latest model in its experiment."""
 
     site: Site
     model: SiteModel
@@ -59,7 +60,7 @@ def owned(folder: Path) -> list[Owned]:
 
 
 def used(folder: Path, kind: str | None = None) -> TrainedModel:
-    """Return a site's model for raw rows, with the scaling from the site's training part.
+    """Return a site's model for raw (unscaled) rows, with the scaling from the site's training part.
 
     Args:
         folder: folder of the site.
@@ -88,7 +89,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
 def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     """Return a site's model for scaled samples, with batch statistics from the site's training part.
 
-    A site computes its scores in a round in the same way, so no statistics are sent.
+    The site computes its scores in a round in the same way, so no statistics are sent.
 
     Raises:
         ConfigError: the model uses batch statistics, but the site has no samples.
@@ -118,7 +119,7 @@ def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
 
 
 def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Federation:
-    """Return the site's samples in the number format of its model."""
+    """Return the site's samples in the floating-point type of its model."""
     return site_federation(experiment, one.site).to(torch.device("cpu"), trained.row.dtype)
 
 
@@ -131,7 +132,7 @@ def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedM
 
 
 def _chosen(folder: Path, kind: str | None) -> Owned:
-    """Return the model of a kind in a site's folder, or the first kind in `PREFERRED_KINDS` that is available.
+    """Return a site's model of the given kind, or of the first available kind in `PREFERRED_KINDS`.
 
     Raises:
         ConfigError: no such model exists.
@@ -160,7 +161,7 @@ def _row(one: Owned) -> Tensor:
 
 
 def new_rows(folder: Path) -> NewData:
-    """Return the options for new rows at a site, which are the same as for the site's data."""
+    """Return the options for reading new rows at a site, which are the same as for the site's data."""
     return NewData(read_site(folder / "site.toml").data)
 
 
@@ -184,13 +185,13 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
 
 
 def module_of(one: Owned) -> nn.Module:
-    """Return a site's model as a plain module in evaluation mode. The function raises the same errors as `_trained`."""
+    """Return a site's model as a plain module in evaluation mode. It raises the same errors as `_trained`."""
     return _trained(one, read_agreed(one.site)).module()
 
 
 @torch.no_grad()
 def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
-    """Compute every column's importance for a site's model on the site's test part (see `permuted`).
+    """Compute the importance of every column for a site's model, on the site's test part (see `permuted`).
 
     Args:
         folder: folder of the site.
@@ -216,7 +217,7 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
 
 
 def score_site_model(one: Owned) -> dict[str, float]:
-    """Return the metrics of a site's model on disk on the site's test part, or {} without test samples.
+    """Compute the metrics of a site's stored model on the site's test part. Return {} without test samples.
 
     Raises:
         ConfigError: see `_trained`.
@@ -229,7 +230,7 @@ def score_site_model(one: Owned) -> dict[str, float]:
 
 
 def export_state_dict(one: Owned, out: Path, *, force: bool = False) -> Path:
-    """Write a site's model as a state dict, and return its path, ``<site>.safetensors``.
+    """Write a site's model as a state dict to ``<site>.safetensors``, and return the path.
 
     The plain module can load this file.
 

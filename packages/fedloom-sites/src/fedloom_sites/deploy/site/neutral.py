@@ -22,8 +22,8 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
     """Return the upload of a client that takes no steps, computed without samples or a state.
 
     Args:
-        blank: run on blank samples.
-        job: the site's run, for its shares of the objective, which are public.
+        blank: the same run on blank samples.
+        job: the site's run. Only its shares of the objective are used, which are public.
         down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.

@@ -1,4 +1,4 @@
-"""Answers of a site whose uploads and scores the server reads individually."""
+"""Answers of a site without secure aggregation, so that the server reads its uploads and scores individually."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlainAnswers:
     """Answers of a site that does not use secure aggregation.
 
     Args:
-        trainer: the site's training and scores.
+        trainer: object that trains and scores models at the site.
         folder: folder with the site's state in this experiment.
 
     Attributes:
@@ -45,7 +45,7 @@ class PlainAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Cells of analyses that the site reaches with enough subjects, as bits in hexadecimal digits."""
+        """Cells of analyses in which the site has enough subjects, as a bit field in hexadecimal digits."""
         return f"{bits:x}" if (bits := self._analyses.bits) else ""
 
     def answer(self, envelope: Envelope) -> Answer:
@@ -116,6 +116,6 @@ def single(arrays: list[bytes]) -> bytes:
 
 
 def metrics_of(scores: Scores) -> dict[str, float]:
-    """Return scores as the metrics of a message."""
+    """Convert scores to the metrics of a message."""
     values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), row in scores.items() for name, v in row.items()}
     return {key: score for key, score in values.items() if score == score}

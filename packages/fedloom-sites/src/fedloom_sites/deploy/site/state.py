@@ -1,7 +1,7 @@
 """Files that a site keeps on its disk between rounds. Every file is written in full, with a checksum.
 
 A generation is the state after a round, together with the reply that the site sent: ``round-000012.state``. A
-generation is pending until the server's next message names it as accepted. ``accepted.json`` stores the accepted
+generation is pending until the next message from the server names it as accepted. ``accepted.json`` stores the accepted
 generation and the previously accepted one, so that the site can follow a server that went back by one generation. A
 second request for a round receives the stored reply, so nothing is trained again, no noise is added again, and nothing
 is released again.
@@ -43,7 +43,7 @@ class Generation(NamedTuple):
 
     Attributes:
         round: round that produced the state.
-        base: accepted round from which the state was computed. 0 is the template.
+        base: accepted round from which the state was computed. 0 stands for the template.
         digest: digest of the download from which the state was computed.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
             were sent.
@@ -57,7 +57,7 @@ class Generation(NamedTuple):
     reply: Mapping[str, Any]
 
     def group(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors ``<name>.<field>`` by field."""
+        """Return the tensors named ``<name>.<field>``, keyed by field."""
         return group_of(self.tensors, name)
 
 
@@ -87,12 +87,12 @@ class SiteState:
             yield
 
     def settle(self, accepted: int) -> Generation | None:
-        """Return the generation that the server accepted, or None for the template if none was accepted.
+        """Return the generation that the server accepted, or None (which stands for the template) if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores any other pending generation. If the accepted
         generation is missing (because of a damaged file or a lost disk), it is replaced by the last accepted generation
-        that is available, otherwise by the template. In both cases, the site makes a note. The last accepted state that
-        is available and its model stay on the disk.
+        that is available, otherwise by the template. In both cases, a sentence is added to `notes`. The last accepted
+        state that is available stays on the disk together with its model.
 
         Raises:
             Rewound: the server went back beyond the previously accepted round.
@@ -122,7 +122,7 @@ class SiteState:
         return state
 
     def accepted(self) -> tuple[int, int]:
-        """Return the last accepted round and the accepted round before it, with 0 for a missing round."""
+        """Return the last accepted round and the accepted round before it, where 0 stands for a missing round."""
         return self._accepted_rounds()[:2]
 
     def first(self) -> int:
@@ -137,7 +137,7 @@ class SiteState:
         return 0 if state is None else int(state.reply.get("releases", 0))
 
     def _accepted_rounds(self) -> tuple[int, int, int]:
-        """Return the last two accepted rounds, and the last accepted round with a state, with 0 if one is missing."""
+        """Return the last two accepted rounds and the last one with a stored state, with 0 for a missing round."""
         accepted, previous, held = self._noted(ACCEPTED_FILE, int, "accepted", "previous", "held") or (0, 0, 0)
         return accepted, previous, held
 
@@ -147,7 +147,7 @@ class SiteState:
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
     def _noted(self, name: str, kind: Callable[[Any], T], *facts: str) -> tuple[T, ...] | None:
-        """Return the content of a `_note` file, or None if it is missing, damaged or from a different experiment."""
+        """Return the content of a `_note` file, or None if it is missing, damaged or from another experiment."""
         try:
             entry = json.loads(regular(self.folder / name).read_bytes())
             return tuple(kind(entry[k]) for k in facts) if {k: entry[k] for k in self._key} == self._key else None
@@ -165,7 +165,7 @@ class SiteState:
     def changed(self, samples: str) -> str | None:
         """Return the stored digest of the site's samples if it differs from the new digest, otherwise None.
 
-        The first digest is stored.
+        If no digest is stored yet, the new digest is stored.
         """
         noted = self._noted(SAMPLES_FILE, str, "samples")
         if noted is None:
@@ -177,14 +177,14 @@ class SiteState:
         self._note(SAMPLES_FILE, samples=samples)
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
-        """Return the generation with the same round, download and state, or None if there is none."""
+        """Return the generation that was computed for the same round, download and state, or None if there is none."""
         generation = self.read(round)
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
         """Store a pending generation durably.
 
-        Delete all generations except those that may still be needed.
+        Then delete all generations except those that may still be needed.
         """
         make_folder(self.folder)
         about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
@@ -213,14 +213,14 @@ class SiteState:
                 path.replace(path.with_suffix(".damaged"))
             self.notes.append(f"{path} is damaged: set aside")
             return None
-        about = _about(path, data)
+        about = _about(data)
         if about is None or {k: about.get(k) for k in self._key} != self._key or about["round"] != round:
             self.notes.append(f"{path} belongs to another experiment, so it is not used")
             return None
         return Generation(round, about["base"], about["digest"], load(data), about["reply"])
 
     def keep_model(self, row: Tensor, header: Mapping[str, str], round: int, kind: str) -> None:
-        """Store the site's newest model ``rows [1, d]`` durably, in the form of ``models/personal.safetensors``."""
+        """Store the site's latest model ``rows [1, d]`` durably, in the format of ``models/personal.safetensors``."""
         make_folder(self.folder)
         about = {**self._key, "round": round, "kind": kind}
         save_tensors(self.folder / MODEL_FILE, {"rows": row[None]}, {**header, "about": json.dumps(about)})
@@ -230,7 +230,7 @@ class SiteState:
 
 
 class SiteModel(NamedTuple):
-    """A site's newest model on its disk.
+    """The latest model on a site's disk.
 
     Attributes:
         experiment: fingerprint of the experiment.
@@ -248,7 +248,7 @@ class SiteModel(NamedTuple):
 
 
 def models(state: Path) -> list[SiteModel]:
-    """Return the newest model of every experiment in a site's state folder.
+    """Return the latest model of every experiment in a site's state folder.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -266,8 +266,8 @@ def models(state: Path) -> list[SiteModel]:
     return newest
 
 
-def _about(path: Path, data: bytes) -> dict[str, Any] | None:
-    """Return the metadata in the JSON header of a state file in safetensors format, or None if they are damaged."""
+def _about(data: bytes) -> dict[str, Any] | None:
+    """Return the metadata in the header of a state file in safetensors format, or None if the header is damaged."""
     try:
         length = int.from_bytes(data[:8], "little")
         about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])

@@ -1,4 +1,4 @@
-"""Training and scores of a site, which use its samples and the state on its disk."""
+"""Training and scoring at a site, using its samples and the state on its disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
-from fedloom_sites.deploy.settings import Site, check_version
+from fedloom_sites.deploy.setting_files import check_version
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
@@ -61,8 +62,8 @@ class Trained(NamedTuple):
 
 
 Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
-"""Function that maps run, state, result and download to the tensors of the next generation; the bytes of an
-upload (`reply`) and the rows to keep."""
+"""Function that maps the run, the state, the result and the download to the tensors of the next generation, which are
+the bytes of an upload (`reply`) and the rows to keep."""
 
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose message reveals no value of a sample. Other messages may quote a cell, or text from the user's code
@@ -74,7 +75,7 @@ only the message of a `PublicReason`.
 
 
 class Trainer:
-    """Run of one site.
+    """A run at one site.
 
     Args:
         site: settings of the site.
@@ -115,7 +116,7 @@ class Trainer:
 
     @cached_property
     def private(self) -> bool:
-        """True if there is a delta or an epsilon for the site: epsilon then covers all data that leave the site."""
+        """True if a delta or an epsilon is set for the site. Epsilon then covers all data that leave the site."""
         setting = self.experiment.methods[0].setting
         return self.site.epsilon is not None or accounted(setting.upload_transform, setting.aggregator) is not None
 
@@ -126,13 +127,13 @@ class Trainer:
 
     @cached_property
     def node(self) -> Node:
-        """Run at this site, and the initial state of its server."""
+        """The run at this site, and the initial state of its server."""
         job, server = make_job(self.experiment.methods[0].setting.with_(schedule=Synchronous()), self.fed)
         return Node(replace(job, setting=deployed(job.setting, self.site.survivors)), server, self.site.client)
 
     @property
     def job(self) -> Job:
-        """Run at this site."""
+        """The run at this site."""
         return self.node.job
 
     @property
@@ -155,7 +156,7 @@ class Trainer:
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
-        """Return the run with its shares of the objective, and the state that the server accepted."""
+        """Load the state that the server accepted into a run, and return the run and the state."""
         with publish_reasons():
             state = self._memory.settle(accepted)
         self.node.load_state(job, None if state is None else state.tensors)
@@ -181,9 +182,9 @@ class Trainer:
             state: the site's state.
             t: round.
             download: message from the server.
-            send: function that writes the upload, and those rows of the upload that are kept.
+            send: function that encodes the upload, and those of its rows that are kept.
             weights: further numbers on which the upload depends.
-            stays_neutral: True if the upload is the neutral upload, whatever the training gives.
+            stays_neutral: True to send the neutral upload, whatever the training gives.
 
         Raises:
             PublicReason: the download does not belong to this run or is too far from the previous download, the privacy
@@ -217,7 +218,10 @@ class Trainer:
 
     @property
     def _ledger(self) -> Ledger:
-        """Ledger of the site's releases, limited to all agreed rounds if `site.toml` sets no limit."""
+        """Ledger of the site's releases.
+
+        If `site.toml` sets no limit, the limit allows one release per agreed round.
+        """
         noise, limit = self.noise, self.site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
@@ -257,7 +261,7 @@ class Trainer:
         """Raise an error if a result is unusable.
 
         Raises:
-            ConfigError: the result is not finite or, under masks, a row of the site's state is longer than
+            ConfigError: the result is not finite, or (under masks) the norm of a row of the site's state exceeds
                 ``engine.norm_bound`` or a weight is negative.
         """
         if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
@@ -292,7 +296,7 @@ class Trainer:
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """Compute the scores of round ``t``, or return {} for a negative round. A failure is recorded as a note.
 
-        This does not apply to a disk that cannot store the newest model: the site then sends no answer.
+        If the disk cannot store the latest model, however, the site sends no answer.
 
         Args:
             job: run from `attach_local_data`.
@@ -325,7 +329,7 @@ class Trainer:
             return None
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
-        """Store the newest model, and return every model's scores on the site's parts."""
+        """Store the latest model, and return every model's scores on the site's parts of the data."""
         has_samples = bool(part_sizes(self.fed, self.site.client)[0])
         received = self.node.read_models(job, models, t, common=common, trained=has_samples)
         if received.row is not None:
@@ -334,8 +338,7 @@ class Trainer:
                 self._memory.keep_model(received.row.cpu(), header, t, received.kind)
         if not has_samples or self.scoring == "off":
             return {}
-        scores = self.node.score(job, received, t)
-        return self.node.score_hybrid(job, scores) if self.scoring == "masked" else scores
+        return self.node.score(job, received, t)
 
     @property
     def sends_groups(self) -> bool:
@@ -344,13 +347,13 @@ class Trainer:
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """Way in which the site's scores leave it: summed under masks, individually, or off if scores have no noise."""
+        """Form in which scores leave the site: summed under masks, individually, or not at all (e.g. without noise)."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores
 
     def log_privately(self, reason: str) -> str:
-        """Write a reason to the site's log, and return the neutral message for the server."""
+        """Write a reason to the site's log, and return a message for the server that does not state the reason."""
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )

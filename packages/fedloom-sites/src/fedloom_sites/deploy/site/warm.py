@@ -1,4 +1,4 @@
-"""Run a site's permanent process, which answers messages one by one and keeps data and model between messages.
+"""A site's permanent process, which answers messages one by one and keeps data and model in memory between messages.
 
 `handover` starts the process with a listening socket and with the lock that prevents a second process. The process ends
 together with its owner, or when the site's settings or the version change. If it is killed at any moment, nothing is
@@ -24,7 +24,8 @@ from fedloom.data import SOURCES
 from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.code import CODE_FOLDER
-from fedloom_sites.deploy.settings import Site, read_site
+from fedloom_sites.deploy.setting_files import read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.handover import (
     ANSWER_REPLY,
@@ -41,13 +42,14 @@ from fedloom_sites.deploy.site.handover import (
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 MAX_HEAD_BYTES = 1 << 20
-"""Number of bytes in a message in addition to its arrays."""
+"""Maximum number of bytes in a message in addition to its arrays."""
 MAX_WATCHED_FILES = 10_000
-"""Largest number of files in a data set that are watched. A larger data set is read again for every message."""
+"""Maximum number of files in a data set that are watched for changes. A larger data set is read again for every
+message."""
 LOOK_INTERVAL_SECONDS = 5
-"""Number of seconds between two checks of the settings."""
+"""Time in seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
-"""Number of nanoseconds within which a changed file may change again without a new modification time."""
+"""Time in nanoseconds within which a changed file may change again without a new modification time."""
 
 
 class Warm:
@@ -77,7 +79,7 @@ class Warm:
             self._fresh().prepare()
 
     def _fresh(self) -> Client:
-        """Return the client, after rereading changed files."""
+        """Return the client, newly created if a file has changed."""
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
@@ -91,7 +93,7 @@ Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
 
 
 def stamp(site: Site) -> Stamp | None:
-    """Return the current state of the files that a site has read, or None if it is unknown."""
+    """Return the current state of the files that a site has read, or None if it cannot be determined."""
     modules = [spec.origin for name in site.installed if (spec := find_spec(name)) and spec.origin]
     roots = [site.experiment, site.signing_key, site.experiment.parent / CODE_FOLDER, *map(Path, modules)]
     source = site.data["source"]
@@ -157,7 +159,7 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
 
 
 def end_with(owner: int, site_file: Path) -> None:
-    """End this process as soon as the other process ends or the settings change, even in the middle of its work."""
+    """End this process as soon as the owner's process ends or the settings change, even in the middle of its work."""
     key = key_of(site_file)
 
     def watch() -> None:
@@ -179,7 +181,7 @@ def end_with(owner: int, site_file: Path) -> None:
 def main(words: Sequence[str]) -> None:
     """Serve a site.
 
-    The arguments are the site's TOML file, the numbers of the socket and the lock, and the owner's process.
+    The arguments are the site's TOML file, the numbers of the socket and the lock, and the ID of the owner's process.
     """
     file, (listening, lock, owner) = Path(words[0]), map(int, words[1:])
     for fd in (listening, lock):

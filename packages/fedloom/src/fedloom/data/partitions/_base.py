@@ -1,13 +1,12 @@
-"""Base class of partitions: common fields, the pool of samples, and the conversion of a draw to a federation."""
+"""Base class of partitions: common options, the samples to assign, and the conversion of a draw to a federation."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fedloom.data.dataset import Dataset, default_to_cpu
@@ -19,131 +18,35 @@ from fedloom.data.partitions.deal import (
     choose_each,
     concatenate_dealt,
     distinct,
-    group_by_owner,
     owners,
     round_to_total,
 )
-from fedloom.data.partitions.parts import check_dealt, cut_parts
+from fedloom.data.partitions.parts import check_draw, cut_parts
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.data.subjects.cut import Quota, whole_subjects
 from fedloom.data.subjects.design import Design
 from fedloom.data.subjects.equal import equal_rows, single_classes, untrained_levels
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused, attribute_error
-from fedloom.seeds import numpy_generator
+from fedloom.seeds import as_global, generator, numpy_generator
 from fedloom.values import Value
 
-
-class Pool(NamedTuple):
-    """Samples that a partition may assign.
-
-    Attributes:
-        data: the complete data set.
-        index: positions in the data set ``[k]`` int64, without the official test set. If the data have subjects, the
-            index contains each subject's last row, which represents all its rows.
-        y: class of each sample ``[k]``. None for a regression, or if there is a label per position.
-    """
-
-    data: Dataset
-    index: Ints  # type: ignore[assignment]
-    y: Ints | None
-
-    @classmethod
-    def create(cls, data: Dataset, index: Ints) -> Pool:
-        """Select the samples at these positions."""
-        return cls(data, index, None if data.labels is None else data.labels.numpy()[index])
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def labels(self, kind: str) -> Ints:
-        """Return the classes, for a partition that needs classes.
-
-        Raises:
-            ConfigError: the task is a regression, or has a label per position.
-        """
-        if self.y is None:
-            what = "has a label per position" if self.data.each else f"is a {self.data.task}"
-            raise Refused(
-                f"{kind} splits by class, but {self.data.name} {what}. Use iid, quantity-skew, "
-                "by-column, or natural if the data have natural clients"
-            )
-        return self.y
-
-    def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
-        """Return the positions of the samples of each class in the data set, each list in random order."""
-        labels, order = self.labels(kind), rng.permutation(len(self))
-        order = order[np.argsort(labels[order], kind="stable")]
-        counts = np.bincount(labels, minlength=len(self.data.classes))
-        return np.split(self.index[order], np.cumsum(counts)[:-1])
-
-
-class Draw(NamedTuple):
-    """Result of a partition's draw for n clients.
-
-    Attributes:
-        dealt: samples of each client, from which its parts are cut.
-        test: samples of each client's test part, if the partition determines it. In this case, the fraction ``test``
-            has no effect. These samples are modified, scaled and encoded like the samples in ``dealt``.
-        common: positions ``[k]`` int64 of a common test set, on which global models are evaluated. No client has these
-            samples, and table columns are scaled there as for a new client. None: the data set's own test set.
-        noise: standard deviation of Gaussian noise on each client's features, ``[n, 1]``, or per channel ``[n, c]``.
-        anew: True for clients whose noise is drawn again in every step ``[n]``.
-        relabel: new class of each class at each client, ``[n, C]``.
-        views: number of quarter turns of a client's images, and 1 if the images are inverted, ``[n, 2]``.
-        groups: planted group of each client ``[n]``.
-        names: name of each client. By default, names are numbers.
-        notes: sentences for the report.
-    """
-
-    dealt: Dealt
-    test: Dealt | None = None
-    common: Ints | None = None
-    noise: NDArray[np.float64] | None = None
-    anew: NDArray[np.bool_] | None = None
-    relabel: Ints | None = None
-    views: Ints | None = None
-    groups: Ints | None = None
-    names: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def without_tested(self, trains: NDArray[np.bool_]) -> Draw:
-        """Return the draw restricted to the clients that train ``[n]``.
-
-        The rows of the other clients become the common test set.
-        """
-        owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
-        number, of = np.cumsum(trains) - 1, int(trains.sum())
-        kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in PER_CLIENT}
-        outside = dealt[~trains[owner]]
-        shown = ", ".join(self.names[k] if self.names else str(k) for k in np.flatnonzero(~trains)[:8].tolist())
-        note = (
-            f"{n - of} of {n} clients have only test rows ({shown}). They do not train, and their "
-            f"{len(outside)} rows are the common test set, on which global models are scored as for a "
-            "new client"
-        )
-        return self._replace(
-            dealt=group_by_owner(dealt[trains[owner]], number[owner[trains[owner]]], of),
-            common=outside if self.common is None else np.concatenate([self.common, outside]),
-            names=tuple(name for name, train in zip(self.names, trains, strict=False) if train),
-            notes=(*self.notes, note),
-            **kept,
-        )
-
-
-PER_CLIENT = ("noise", "anew", "relabel", "views", "groups")
-"""Fields of a draw that contain a row for each client, if they are set."""
+UNSEEDED_NOTE = (
+    "partition {} draws differently in two calls with the same seed. Equal runs differ. Draw from a generator that "
+    "depends only on the argument seed, such as numpy.random.default_rng(seed)"
+)
 
 
 class Partition(Value):
-    """Splits a data set into clients: ``partition(data, seed) -> Federation``.
+    """Division of a data set into clients: ``partition(data, seed) -> Federation``.
 
-    A small client's samples are assigned to train, test and validation in this order, and at least one sample of each
-    class stays in the client's training part.
+    If a client has few samples, its training part gets one first, then its test part, then its validation part. At
+    least one sample of each class stays in the training part.
     """
 
     kind: ClassVar[str]
     by_row: ClassVar[bool] = False
-    """True if a draw assigns individual rows. False: each entry represents all rows of a subject, if there are
-    subjects."""
+    """True if a draw assigns rows individually. False if each assigned row stands for all rows of its subject (if there
+    are subjects)."""
     test: float = Field(
         default=0.2, ge=0, lt=1, description="fraction of a client's samples that form its test part (FLAME)"
     )
@@ -198,29 +101,29 @@ class Partition(Value):
 
     @abstractmethod
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign samples to clients. All random numbers are derived from `seed`.
+        """Assign samples to clients. All random numbers must be derived from `seed`.
 
         Raises:
-            PartitionError: the data cannot be split in this way. The message contains the numbers involved.
+            PartitionError: the data cannot be divided in this way. The message states the numbers involved.
             ConfigError: this kind of partition needs classes or images, but the data have none.
         """
         ...
 
     @default_to_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
-        """Build the federation of this partition.
+        """Divide a data set into clients, and return the federation.
 
         Args:
-            data: a `Dataset`, or an argument of `Dataset.create`: arrays, tensors, torch, Hugging Face or pandas data
-                sets.
-            seed: seed of all random numbers.
+            data: a `Dataset`, or an argument of `Dataset.create`, such as arrays, tensors, or torch, Hugging Face or
+                pandas data sets.
+            seed: seed of all random draws.
 
         Raises:
             ConfigError: the seed is not an integer.
             PartitionError: there are more clients than samples or more labels than classes, or a client has fewer than
                 `min_size` samples.
-            ConfigError: the partition needs classes, and the data set has none.
-            DataError: the data cannot be read, or a table's target has the same value in every row.
+            ConfigError: the partition needs classes, but the data set has none.
+            DataError: the data cannot be read, or the target of a table is the same in all rows.
         """
         data = Dataset.create(data)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -229,8 +132,7 @@ class Partition(Value):
         self._check_design(data)
         pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
-            draw = self.draw(pool, seed_of_draw)
-            check_dealt(draw.dealt, draw.test, draw.common, len(data))
+            draw, is_unseeded = self._draw_seeded(pool, seed_of_draw)
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
@@ -282,25 +184,48 @@ class Partition(Value):
                 ),
                 *_notes(cut, y, names, data.classes, len(data)),
                 *doubts,
+                *[UNSEEDED_NOTE.format(type(self).__name__)] * is_unseeded,
             ),
         )
 
+    def _draw_seeded(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
+        """Return the draw, and True if the class is a user's and a second draw with this seed differs.
+
+        The global generators are seeded, because a user's code may draw from them.
+
+        Raises:
+            ValueError: the user's code returned invalid values.
+        """
+        draws = list[Draw]()
+        for _ in range(1 if type(self).__module__.startswith("fedloom.") else 2):
+            with as_global(generator(seed, purpose="user code"), torch.device("cpu")):
+                draw = self.draw(pool, seed)
+            if not isinstance(draw, Draw):
+                raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
+            check_draw(draw, len(pool.data), len(pool.data.classes))
+            draws.append(draw)
+        first, last = draws[0].dealt, draws[-1].dealt
+        return draws[0], any(not np.array_equal(getattr(first, n), getattr(last, n)) for n in ("index", "offsets"))
+
     def pool_of(self, data: Dataset) -> Pool:
-        """Return the samples to assign, one per subject. The official test set is excluded unless ``pool = true``."""
+        """Return the samples that can be assigned, with one row per subject.
+
+        The official test set is left out unless ``pool = true``.
+        """
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
             index = np.sort(data.design.last_rows(index))
         return Pool.create(data, index)
 
     def _dealt_from(self, data: Dataset) -> Ints:
-        """Return the positions of all samples that may be assigned."""
+        """Return the positions of all samples that can be assigned."""
         mask = np.ones(len(data), bool)
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
         return np.flatnonzero(mask)
 
     def _check_design(self, data: Dataset) -> None:
-        """Raise if test rows are marked and the test part is also chosen in another way."""
+        """Raise an error if the data mark test rows, but an option chooses the test part in another way."""
         if data.design is None or data.design.tested is None or self.test == 0:
             return
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
@@ -311,7 +236,10 @@ class Partition(Value):
             )
 
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
-        """Return the draw with all rows of each subject. Clients that have only test rows become a common test set."""
+        """Return the draw with all rows of each subject.
+
+        If clients have only test rows, these rows become a common test set.
+        """
         design = data.design
         if design is None:
             return draw
@@ -335,10 +263,10 @@ class Partition(Value):
             raise PartitionError(
                 f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
             )
-        return draw if trains.all() else draw.without_tested(trains)
+        return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return a note if a test fraction has no effect because the partition or the data determine the test parts."""
+        """Return a note if the option ``test`` has no effect because the partition or the data choose test parts."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
         marked = data.design is not None and data.design.tested is not None
@@ -395,10 +323,10 @@ class Partition(Value):
             )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
-        """Choose `test_count` official test samples per client, with the label shares of its training part."""
+        """Choose `test_count` official test samples per client, with the label frequencies of its training part."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
-        lists, n = Pool.create(data, data.test.numpy()).by_class(self.kind, rng), len(train.offsets) - 1
+        lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)
@@ -413,15 +341,15 @@ class Partition(Value):
 
 
 class Sized(Partition):
-    """Partition with a chosen number of clients."""
+    """Partition with an option for the number of clients."""
 
     clients: int = Field(default=10, ge=1, description="number of clients")
 
     def fits(self, pool: Pool) -> None:
-        """Raise if there are more clients than the samples allow.
+        """Raise an error if there are too many clients for the samples.
 
         Raises:
-            PartitionError: some client would have fewer than `min_size` samples.
+            PartitionError: a client would have fewer than `min_size` samples.
         """
         if self.clients * self.min_size > len(pool):
             raise PartitionError(
@@ -432,7 +360,7 @@ class Sized(Partition):
 
 
 def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
-    """Return all rows of the assigned subjects, among the rows that may be assigned."""
+    """Return all rows of the assigned subjects, as far as these rows can be assigned."""
     return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 

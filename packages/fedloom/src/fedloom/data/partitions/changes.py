@@ -1,4 +1,4 @@
-"""Changes that partitions make to samples: noise, other labels, views of images, and scaling fitted at each client."""
+"""Changes of samples by partitions: noise, other labels, rotated images, and scaling that is fitted to each client."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fedloom.seeds import generator
 
 
 def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor) -> tuple[Dataset, Tensor | None]:
-    """Add Gaussian noise to the features of every client, drawn once per sample.
+    """Add Gaussian noise to the features of each client, drawn once per sample.
 
-    Some samples receive their noise later.
+    Samples in ``later`` are left unchanged.
 
-    Bytes are converted to float32 in [0, 1] before noise is added. The data set's mean and standard deviation are
-    applied afterwards.
+    Bytes are first converted to float32 in [0, 1]. The mean and standard deviation of the data set are applied after
+    the noise.
 
     Args:
         data: the data set.
-        dealt: samples of each client, each sample once.
-        std: standard deviation at each client, for all features [n, 1] or per channel [n, c].
-        seed: seed of the partition. Client i's noise is drawn with (seed, 0, i, "noise").
-        later: positions [k] of samples that are not changed, because their noise is drawn again in every step.
+        dealt: samples of each client, which must not overlap.
+        std: standard deviation for each client, for all features [n, 1] or per channel [n, c].
+        seed: seed of the partition. The noise of client i is drawn with (seed, 0, i, "noise").
+        later: positions [k] of samples whose noise is drawn again in every step instead.
 
     Returns:
-        The data set, and the standard deviation [N, c] of the noise that remains to be drawn. None if ``later`` is
-        empty.
+        The data set, and the standard deviation [N, c] of the noise that is drawn later. The latter is None if
+        ``later`` is empty.
     """
     if data.vocabulary:
         raise Refused(f"{data.name}: noise needs numeric samples, but these are tokens. Use another partition")
@@ -60,7 +60,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
 
 
 def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
-    """Permute each client's classes by its row of `relabel` [n, C]."""
+    """Replace the classes of each client as given by its row in `relabel` [n, C]."""
     y = data.y.clone()
     index = torch.from_numpy(dealt.index)
     y[index] = torch.from_numpy(relabel[owners(dealt), data.y.numpy()[dealt.index]])
@@ -68,9 +68,9 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
 
 
 def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
-    """Turn and invert each client's images by its row of `views` [n, 2].
+    """Rotate and invert the images of each client as given by its row in `views` [n, 2].
 
-    Inverted values stay within the data set's range.
+    Inverted values stay within the range of the data set.
     """
     x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[owners(dealt)])
     darkest, brightest = data.x.min(), data.x.max()
@@ -82,20 +82,19 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 
 
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
-    """Apply a data set's `prepare`, fitted on each client's training part.
+    """Apply the preparation of a data set, fitted to the training part of each client.
 
-    Samples that belong to no client become NaN, with `Dataset.ready` False, and no part of a federation may contain
-    them. Samples of a common test set that belong to no client are scaled like a new client's samples, by
-    `Table.typical`.
+    Samples of no client become NaN and are marked as False in `Dataset.ready`, and no part of a federation may contain
+    them. Samples of a common test set that belong to no client are scaled as for a new client (see `Table.typical`).
 
     Args:
-        data: the data set.
+        data: data set with a preparation.
         dealt: samples of each client.
-        train: samples of each training part.
-        common: positions of a common test set. None: there is no common test set.
+        train: samples in each client's training part.
+        common: positions of a common test set. None if there is no common test set.
 
     Raises:
-        ConfigError: the common test set needs scaling, but the scaling is not fitted by a `Table`.
+        ConfigError: the common test set must be scaled, but the preparation is not a `Table`.
     """
     assert data.prepare is not None
     owner = np.full(len(data), -1, np.int64)

@@ -1,4 +1,4 @@
-"""Index arithmetic for partitions: samples are assigned to clients without a loop over samples."""
+"""Assignment of samples to clients by index arithmetic, without loops over samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAX_DEAL_ATTEMPTS = 100
 
 
 class Dealt(NamedTuple):
-    """Samples of n clients: client i has ``index[offsets[i]:offsets[i + 1]]``.
+    """Samples of n clients, where client i has ``index[offsets[i]:offsets[i + 1]]``.
 
     Attributes:
-        index: positions in the data set ``[k]`` int64, grouped by client.
-        offsets: boundaries ``[n + 1]`` int64, increasing from 0 to k.
+        index: positions in the data set ``[k]`` (int64), ordered by client.
+        offsets: boundaries between clients ``[n + 1]`` (int64), which increase from 0 to k.
     """
 
     index: Ints  # type: ignore[assignment]
@@ -33,26 +33,27 @@ def offsets_of(sizes: Ints) -> Ints:
 
 
 def owners(dealt: Dealt) -> Ints:
-    """Return the client of each entry of ``dealt.index``."""
+    """Return the client to which each entry of ``dealt.index`` belongs."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
 def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
-    """Return the entries of both, grouped by client, with the first argument's entries before the second's."""
+    """Return the entries of both arguments grouped by client, with those of the first argument before the second."""
     owner = np.concatenate([owners(first), owners(second)])
     return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
 def even(total: int, n: int) -> Ints:
-    """Return n sizes that sum to `total` and differ by at most 1, with the larger sizes first."""
+    """Return n sizes that add up to `total` and differ by at most 1, with the larger ones first."""
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
 
 def sort_by_key(keys: Ints, start: Ints) -> Ints:
-    """Return positions sorted by key (>= 0) in linear time. Equal keys stay in the order of ``start``.
+    """Return positions sorted by nonnegative keys, in linear time.
 
-    NumPy sorts 16-bit numbers by radix sort, so the keys are processed 16 bits at a time, starting with the lowest
-    bits.
+    Positions with equal keys stay in the order of ``start``.
+
+    NumPy uses radix sort for 16-bit numbers, so the keys are sorted 16 bits at a time, starting with the lowest bits.
     """
     for shift in range(0, int(keys.max(initial=0)).bit_length(), 16):
         start = start[np.argsort((keys >> shift).astype(np.uint16)[start], kind="stable")]
@@ -60,19 +61,19 @@ def sort_by_key(keys: Ints, start: Ints) -> Ints:
 
 
 def distinct(index: Ints, total: int) -> int:
-    """Return the distinct numbers in ``index``, which must be within 0..total-1."""
+    """Return how many different numbers ``index`` contains, all of which must be from 0 to ``total`` - 1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
     return int(is_dealt.sum())
 
 
 def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
-    """Group samples by client. Within a client, samples keep their order.
+    """Group samples by client. The samples of a client stay in order.
 
     Args:
         index: positions in the data set ``[k]``.
         owner: client of each sample ``[k]``, from 0 to n - 1.
-        n: clients. A client without an entry has no samples.
+        n: number of clients. A client without an entry has no samples.
 
     >>> group_by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
     Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
@@ -81,11 +82,12 @@ def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
 
 
 def deal(lists: list[Ints], counts: Ints) -> Dealt:
-    """Assign the next ``counts[i, c]`` entries of list c to client i. No entry is assigned twice.
+    """Assign to each client i the next ``counts[i, c]`` entries of each list c. No entry is assigned twice.
 
     Args:
-        lists: positions of each class, in random order.
-        counts: counts [n, C], where the sum of column c is at most ``len(lists[c])``.
+        lists: positions of each class's samples, in random order.
+        counts: number of samples for each client and class [n, C], where the sum of column c is at most
+            ``len(lists[c])``.
     """
     dealt = [samples[:total] for samples, total in zip(lists, counts.sum(0), strict=True)]
     owner = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
@@ -93,9 +95,9 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
 
 
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:
-    """Assign ``counts[i, c]`` distinct entries of list c to client i.
+    """Assign to each client i ``counts[i, c]`` random entries of each list c.
 
-    Clients draw separately, so their samples may overlap.
+    The entries of a client are distinct, but clients draw separately and may overlap.
     """
     chosen = [
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]
@@ -105,14 +107,14 @@ def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> De
 
 
 def cut_by(shares: Floats, totals: Ints) -> Ints:
-    """Convert shares ``[n, C]`` (columns sum to 1) to counts by cuts at floored cumulative sums, as in NIID-Bench."""
+    """Convert shares ``[n, C]`` (with columns that sum to 1) to counts by floored cumulative sums, as in NIID-Bench."""
     ends = np.floor(np.cumsum(shares, 0) * totals + 1e-9).astype(np.int64)
     ends[-1] = totals
     return np.diff(ends, axis=0, prepend=0)
 
 
 def round_to_total(shares: Floats, total: int) -> Ints:
-    """Return integers close to ``shares * total`` whose rows sum to `total`, by largest remainders."""
+    """Return integers close to ``shares * total`` whose rows sum to `total`, by the largest remainder method."""
     exact = shares * total
     whole: Ints = np.floor(exact).astype(np.int64)
     rank = np.argsort(np.argsort(whole - exact, axis=1, kind="stable"), axis=1, kind="stable")
@@ -120,10 +122,10 @@ def round_to_total(shares: Floats, total: int) -> Ints:
 
 
 def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> Ints:
-    """Draw counts [n, C] until every client has `min_size` samples.
+    """Draw counts [n, C] again until each client has at least `min_size` samples.
 
     Raises:
-        PartitionError: `MAX_DEAL_ATTEMPTS` draws in a row left a client with fewer samples.
+        PartitionError: in all of `MAX_DEAL_ATTEMPTS` draws, a client had fewer samples.
     """
     best = -1
     for _ in range(MAX_DEAL_ATTEMPTS):

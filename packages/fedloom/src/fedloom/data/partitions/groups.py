@@ -1,4 +1,4 @@
-"""Clients defined by a column of the data, and planted clusters."""
+"""Partitions by a column of the data, and into planted clusters of clients."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from fedloom.data.partitions._base import Draw, Partition, Pool
+from fedloom.data.partitions._base import Partition
 from fedloom.data.partitions.deal import Dealt, Ints, deal, even, group_by_owner
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
 from fedloom.hints import nearest
 from fedloom.seeds import numpy_generator
 
 
 class Natural(Partition):
-    """The source's natural clients (writers, hospitals), or several natural clients per client.
+    """Natural clients of the source, such as writers or hospitals, or several of them combined to one client.
 
-    Natural clients with fewer than `min_size` samples are left out, as with LEAF's `-k`.
+    Natural clients with fewer than `min_size` samples are left out, as with LEAF's option `-k`.
     """
 
     kind: ClassVar[str] = "natural"
     purpose: ClassVar[str] = "writers"
-    """Purpose that names the partition's draws in the seed. It keeps the original name of the kind."""
+    """Purpose by which the seeds of the random draws are derived. It is the original name of this kind, so that old
+    seeds give the same draws."""
     by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: all clients of the source)")
     per_client: int | None = Field(
@@ -34,7 +36,7 @@ class Natural(Partition):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign whole natural clients to clients."""
+        """Assign complete natural clients to clients."""
         data = pool.data
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
@@ -45,7 +47,7 @@ class Natural(Partition):
 
 
 class ByColumn(Partition):
-    """Clients defined by the values of a column (education, occupation, writer): feature skew."""
+    """Clients defined by the values of a column, such as education, occupation or writer (feature skew)."""
 
     kind: ClassVar[str] = "by-column"
     purpose: ClassVar[str] = "column"
@@ -56,7 +58,7 @@ class ByColumn(Partition):
     shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign whole values to clients."""
+        """Assign all samples with the same value to the same client."""
         data = pool.data
         if self.column not in data.columns:
             raise PartitionError(
@@ -65,7 +67,7 @@ class ByColumn(Partition):
         return _draw_by_level(self, pool, data.columns[self.column].numpy(), data.levels[self.column], seed)
 
 
-_LEVELS = {"natural": "natural clients", "by-column": "values of the column"}
+_LEVEL_NOUNS = {"natural": "natural clients", "by-column": "values of the column"}
 
 
 def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tuple[str, ...], seed: int) -> Draw:
@@ -76,7 +78,7 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
     notes: list[str] = []
     if small := int(((np.bincount(codes, minlength=len(names)) > 0) & (counts < part.min_size)).sum()):
         what = "no training sample" if part.min_size == 1 else f"fewer than {part.min_size} samples"
-        notes.append(f"{small} of {len(names)} {_LEVELS[part.kind]} have {what} and are left out")
+        notes.append(f"{small} of {len(names)} {_LEVEL_NOUNS[part.kind]} have {what} and are left out")
     each = part.per_client or (1 if part.clients is None else None)
     n = part.clients or len(levels) // (each or 1)
     if n == 0 or n * (each or 1) > len(levels):
@@ -89,7 +91,7 @@ def _draw_by_level(part: Natural | ByColumn, pool: Pool, codes: Ints, names: tup
         levels = numpy_generator(seed, purpose=part.purpose).permutation(levels)
     group = np.repeat(np.arange(n), even(len(levels), n)) if each is None else np.repeat(np.arange(n), each)
     if len(group) < len(levels):
-        notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVELS[part.kind]} belong to no client")
+        notes.append(f"{len(levels) - len(group)} of {len(levels)} {_LEVEL_NOUNS[part.kind]} belong to no client")
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()
@@ -104,10 +106,10 @@ def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
 
 
 class Clusters(Partition):
-    """Planted clusters: blocks of classes, each assigned to a block of clients (Equitable-FL, Table 1 and section 5).
+    """Planted clusters: blocks of classes that are assigned to blocks of clients (Equitable-FL, Table 1 and section 5).
 
-    Cluster k receives the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each of these clients has
-    ``per_class[k]`` samples of each class of the cluster.
+    Cluster k consists of the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each client has
+    ``per_class[k]`` samples of each class in its cluster.
     """
 
     kind: ClassVar[str] = "clusters"
@@ -133,7 +135,7 @@ class Clusters(Partition):
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Assign blocks of classes to blocks of clients."""
         data, n = pool.data, sum(self.sizes)
-        lists = pool.by_class(self.kind, numpy_generator(seed, purpose="clusters"))
+        lists = pool.group_by_class(self.kind, numpy_generator(seed, purpose="clusters"))
         if sum(self.classes) > len(lists):
             raise PartitionError(
                 f"clusters: needs {sum(self.classes)} classes, but {data.name} has {len(lists)}. Use fewer classes"

@@ -1,4 +1,4 @@
-"""Partitions that modify or combine others (mixed, feature noise, swapped labels, views), and all kinds by name."""
+"""Partitions that change or combine others (mixed, feature noise, swapped labels, rotation), and a list of kinds."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
+from fedloom.data.partitions._base import Partition, Sized
 from fedloom.data.partitions.deal import Dealt, Ints
 from fedloom.data.partitions.groups import ByColumn, Clusters, Natural
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.data.partitions.skew import Dirichlet, FemnistFedProx, Iid, QuantitySkew, Shards
 from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator
@@ -28,9 +29,9 @@ Below = Annotated[
 
 
 class FeatureNoise(Sized):
-    """Noise that grows with the client's number (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
+    """Noise that increases with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
-    Client i = 1..m has Gaussian noise with variance sigma * i / m on every feature (pixels in [0, 1]), in all its
+    Client i = 1..m has Gaussian noise with variance sigma * i / m on each feature (for pixels in [0, 1]), in all its
     parts.
     """
 
@@ -57,7 +58,7 @@ class FeatureNoise(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base partition's clients, and a noise level for each client."""
+        """Draw the clients of the base partition, and set the noise of each client."""
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
         if self.sigma_unit == "variance":
@@ -71,8 +72,8 @@ class FeatureNoise(Sized):
 class LabelSwap(Sized):
     """Concept skew: the same features have different classes in different groups of clients.
 
-    Clients form `groups` blocks. The first block keeps the classes, and each other block permutes the classes at
-    random, in all parts. The common test set keeps the true classes.
+    The clients form `groups` blocks. Clients in the first block keep their classes, and those in any other block use a
+    random permutation of the classes, in all their parts. The common test set keeps the true classes.
     """
 
     kind: ClassVar[str] = "label-swap"
@@ -80,7 +81,7 @@ class LabelSwap(Sized):
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base partition's clients, and the classes of each client's group."""
+        """Draw the clients of the base partition, and the permutation of classes for each group."""
         pool.labels(self.kind)
         classes, rng = len(pool.data.classes), numpy_generator(seed, purpose="concept")
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
@@ -104,9 +105,9 @@ class LabelSwap(Sized):
 class Rotated(Sized):
     """Feature skew: clients have rotated and inverted images (as in IFCA's Rotated MNIST).
 
-    Clients form one block per view: first all rotations, then all rotations inverted. The first block keeps the images
-    unchanged. A view
-        applies to all parts of a client. The common test set keeps the images unchanged.
+    The clients form one block for each view: first all rotations, then all rotations of inverted images. Clients in the
+    first block have unchanged images. All parts of a client have the same view. The images in the common test set are
+    unchanged.
     """
 
     kind: ClassVar[str] = "rotated"
@@ -123,7 +124,7 @@ class Rotated(Sized):
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the base partition's clients, and the view of each client's group."""
+        """Draw the clients of the base partition, and set the view for each group."""
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
             raise Refused(f"rotated: needs images [channels, height, width], but the samples of {name} are {[*shape]}")
@@ -153,8 +154,8 @@ class Rotated(Sized):
 class MixedSkew(Sized):
     """Two kinds of skew in one federation (FLAME, section V-A: half the clients # label = 2, half quantity Dir(0.5)).
 
-    `first_partition` defines the first round(ratio * clients) clients, and `second_partition` the remaining clients,
-    each from a separate random share of the samples.
+    The first round(ratio * clients) clients come from `first_partition`, and the others from `second_partition`. Each
+    partition divides a separate random part of the samples.
     """
 
     kind: ClassVar[str] = "mixed"
@@ -209,7 +210,7 @@ class MixedSkew(Sized):
         )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Return the clients of both kinds, one kind after the other."""
+        """Draw the clients of both partitions, and return them one after the other."""
         self.fits(pool)
         first, second = self._halves()
         k = round(self.ratio * self.clients)
@@ -230,16 +231,16 @@ def _sub(pool: Pool, chosen: Ints) -> Pool:
 
 
 def _join_draws(draws: list[Draw], classes: int) -> Draw:
-    """Concatenate draws. A draw without noise, views or permuted classes receives neutral values."""
+    """Concatenate draws. If a draw has no noise, views or permuted classes, its clients get neutral values."""
     sizes = [len(draw.dealt.offsets) - 1 for draw in draws]
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
     channels = max((d.noise.shape[1] for d in draws if d.noise is not None), default=1)
 
     def joint(values: list[Any], none: NDArray[Any]) -> Any:
-        """Concatenate the kinds' values, one row per client, with `none` for clients of other kinds.
+        """Concatenate the values of all draws, with one row per client and `none` for draws without values.
 
-        The result is None if there are no values.
+        Return None if no draw has values.
         """
         rows = [np.broadcast_to(none if v is None else v, (n, *none.shape)) for v, n in zip(values, sizes, strict=True)]
         return np.concatenate(rows) if any(v is not None for v in values) else None
@@ -271,14 +272,14 @@ PARTITIONS: dict[str, type[Partition]] = {
 }
 
 OUTER_FIELDS = tuple(Partition.model_fields)
-"""Fields that belong to the federation as a whole. A partition inside another partition must not set them."""
+"""Options that apply to the federation as a whole. A partition inside another partition must not set them."""
 
 
 def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
-    """Read a table ``{kind = ..., ...}`` that defines the partition for some of the clients.
+    """Return the partition that a table ``{kind = ..., ...}`` defines for some of the clients.
 
     Raises:
-        ConfigError: the kind is missing or unknown, or a field belongs to the federation as a whole.
+        ConfigError: the kind is missing or unknown, or an option applies only to the federation as a whole.
     """
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)

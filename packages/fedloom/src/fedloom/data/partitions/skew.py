@@ -1,4 +1,4 @@
-"""Equal clients, unequal sizes and label skew: iid, quantity skew, q labels per client, FedProx, Dirichlet."""
+"""Partitions into equal clients, unequal sizes, and label skew: iid, quantity skew, shards, FedProx, Dirichlet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fedloom.data.partitions._base import Draw, Pool, Sized
+from fedloom.data.partitions._base import Sized
 from fedloom.data.partitions.deal import (
     Dealt,
     Floats,
@@ -22,12 +22,13 @@ from fedloom.data.partitions.deal import (
     offsets_of,
     redraw,
 )
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
 from fedloom.seeds import numpy_generator
 
 
 class Iid(Sized):
-    """Clients of equal size, drawn from all samples in the same way."""
+    """Clients of equal size whose samples are drawn from all samples in the same way."""
 
     kind: ClassVar[str] = "iid"
     shuffle: bool = Field(
@@ -39,14 +40,14 @@ class Iid(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Cut a permutation into equal parts."""
+        """Divide a random permutation into equal parts."""
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
         return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
 
 
 class QuantitySkew(Sized):
-    """Sizes by Dirichlet shares, with equal label distributions (NIID-Bench, section 4.1, "q ~ Dir(alpha)"; FLAME)."""
+    """Dirichlet sizes with equal label distributions (NIID-Bench, section 4.1, "q ~ Dir(alpha)"; FLAME)."""
 
     kind: ClassVar[str] = "quantity-skew"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
@@ -59,7 +60,7 @@ class QuantitySkew(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Cut a permutation at Dirichlet shares."""
+        """Divide a random permutation according to Dirichlet shares."""
         self.fits(pool)
         rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
         order = pool.index[rng.permutation(len(pool))]
@@ -73,7 +74,7 @@ class QuantitySkew(Sized):
 
 
 class Shards(Sized):
-    """q labels per client: the pathological split.
+    """Clients with q labels each, also known as the pathological split.
 
     McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data, section 3.
     NIID-Bench (Li et al. 2022, arXiv 2102.02079), section 4.1, "#C = k". FLAME, section V-A, "# label = q".
@@ -94,11 +95,11 @@ class Shards(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Assign shards or classes at random."""
+        """Assign shards or classes to clients at random."""
         self.fits(pool)
         q, n, classes = self.labels_per_client, self.clients, len(pool.data.classes)
         rng = numpy_generator(seed, purpose="shards")
-        lists = pool.by_class(self.kind, rng)
+        lists = pool.group_by_class(self.kind, rng)
         if q > classes:
             raise PartitionError(
                 f"shards: labels_per_client = {q}, but {pool.data.name} has {classes} classes. Use at most {classes}"
@@ -120,7 +121,7 @@ class Shards(Sized):
 
 
 def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator, pool: Pool) -> Ints:
-    """Return counts ``[n, C]``: each client takes the q classes taken least often so far, with random ties."""
+    """Return counts ``[n, C]``, where each client gets the q classes used least so far (ties are broken at random)."""
     held = np.array([len(class_index) for class_index in lists])
     open_ = np.flatnonzero(held)
     if q > len(open_):
@@ -146,11 +147,12 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
 
 
 class FemnistFedProx(Sized):
-    """A few classes per client, with log-normal sizes: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
+    """Clients with few classes and log-normal sizes, as in FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
 
-    User i has ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, with z standard normal, of
-    each of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint. In the published code, an
-    index is reset by mistake, so users share the first images of a class. The remaining samples belong to no client.
+    User i has ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples of each of the classes i, i +
+    1, ..., i + labels_per_client - 1 (mod C), where z is standard normal. Users share no samples. In the published
+    code, an index is reset by mistake, so users share the first images of each class. The remaining samples belong to
+    no client.
     """
 
     kind: ClassVar[str] = "femnist-fedprox"
@@ -165,9 +167,9 @@ class FemnistFedProx(Sized):
     extra: int = Field(default=5, ge=0, description="number of samples that every client gets in addition")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw sizes, then assign the next samples of each user's classes."""
+        """Draw the sizes, and assign the next samples of each user's classes."""
         rng = numpy_generator(seed, purpose="few")
-        lists = pool.by_class(self.kind, rng)
+        lists = pool.group_by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
         if self.labels_per_client > len(lists):
             raise PartitionError(
@@ -201,13 +203,14 @@ class FemnistFedProx(Sized):
 
 
 class Dirichlet(Sized):
-    """Label skew by Dirichlet shares.
+    """Label skew by shares from a Dirichlet distribution.
 
-    By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): class c is divided among clients by p ~ Dir(alpha, ...,
-    alpha). By client (Acar et al. 2021, used by FedSLR, section 5.1): clients have equal sizes, and each client's label
-    distribution is drawn from Dir(alpha, ..., alpha) over classes. By prior (Hsu, Qi, Brown 2019, arXiv 1909.06335,
-    section 3): as by client, but with Dir(alpha * p), where p is the label distribution of all samples. If a class is
-    exhausted, the client's other classes supply the missing samples in proportion.
+    By class (NIID-Bench, section 4.1; FLAME "Dir(0.5)"): the samples of class c are divided among clients in
+    proportions p ~ Dir(alpha, ..., alpha). By client (Acar et al. 2021, used by FedSLR, section 5.1): clients have
+    equal sizes, and the label distribution of each client is drawn from Dir(alpha, ..., alpha) over the classes. By
+    prior (Hsu, Qi, Brown 2019, arXiv 1909.06335, section 3): like by client, but with Dir(alpha * p), where p is the
+    label distribution of all samples. If a class has no samples left, the client receives more samples of its other
+    classes instead, in proportion.
     """
 
     kind: ClassVar[str] = "dirichlet"
@@ -234,10 +237,10 @@ class Dirichlet(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw counts per client and class, then draw samples at random."""
+        """Draw the counts per client and class, and then assign random samples."""
         self.fits(pool)
         rng = numpy_generator(seed, purpose="dirichlet")
-        lists = pool.by_class(self.kind, rng)
+        lists = pool.group_by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
         if self.by == "class":
             what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}"
@@ -274,9 +277,9 @@ class Dirichlet(Sized):
 
 
 def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
-    """Return the rows of `weights` restricted to the open classes, each summing to 1.
+    """Return the rows of `weights` restricted to the classes in ``open_``, each normalized to sum to 1.
 
-    A row without open classes is uniform.
+    If a row has no weight on these classes, it becomes uniform.
     """
     rows = weights * open_
     rows[rows.sum(1) <= 1e-12] = open_
@@ -284,11 +287,11 @@ def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
 
 
 def _fill_in_turn(prior: Floats, sizes: Ints, held: Ints, rng: np.random.Generator) -> Ints:
-    """Return counts ``[n, C]`` with the given row sums and with columns that do not exceed `held`.
+    """Return counts ``[n, C]`` with the given row sums and with column sums of at most `held`.
 
-    The result has the same distribution as if samples were drawn one by one, with clients in random order: demand that
-    exceeds the rest of a class is rejected at random and drawn again from the other classes. Each pass serves all
-    clients or exhausts a class.
+    The counts are distributed as if samples were drawn one by one, with clients in random order: if clients want more
+    samples of a class than are left, random ones of them draw from the other classes instead. In each pass, either all
+    clients are served or a class is used up.
     """
     counts = np.zeros(prior.shape, np.int64)
     left = held.copy()

@@ -1,4 +1,4 @@
-"""Sources: every data set by name or path."""
+"""Sources of data sets, which are loaded by name or path."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
     """Load a data set by name or path.
 
     Args:
-        name_or_path: key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (whose contents select the reader).
-        data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
-        options: fields of the source.
+        name_or_path: key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (whose contents determine the reader).
+        data_dir: folder of data sets. None for the environment variable FEDLOOM_DATA.
+        options: options of the source.
 
     Raises:
         ConfigError: the name is unknown, or the source has no such option.
@@ -79,10 +79,10 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
 
 
 def source(name_or_path: str | Path, **options: object) -> Source:
-    """Return the source that `load` would read, with its options checked, without reading data.
+    """Return the source that `load` would read, after checking its options, but without reading data.
 
     Raises:
-        ConfigError: the source does not exist or does not have such an option.
+        ConfigError: the source does not exist, or has no such option.
     """
     name = str(name_or_path)
     if name == "hub:":
@@ -100,5 +100,5 @@ def source(name_or_path: str | Path, **options: object) -> Source:
 
 
 def _is_file(name: str) -> bool:
-    """Return True if a name refers to a file or folder and is not the name of a data set."""
+    """Return True if a name refers to a file or folder instead of a named data set."""
     return "/" in name or "\\" in name or bool(Path(name).suffix) or os.path.exists(name)

@@ -1,4 +1,4 @@
-"""Base class of sources, the search for files in data folders, and the shape of images."""
+"""Base class of sources, search for files in data folders, and names and scaling of data sets."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ FOLDER_DESCRIPTION = "file or folder of the data set. None: looked for in the da
 
 
 class Source(Value):
-    """Data set that can be loaded: the `[data]` table of an experiment."""
+    """Data set that can be loaded, as described by the table `[data]` of an experiment."""
 
     @abstractmethod
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the complete data set.
+        """Load the complete data set.
 
         Args:
-            data_dir: folder of data sets. None: the environment variable FEDLOOM_DATA.
+            data_dir: folder of data sets. None for the environment variable FEDLOOM_DATA.
 
         Raises:
-            DataError: a file is missing, damaged or not in the expected format. Partially loaded data is never
-                returned.
+            DataError: a file is missing, damaged or not in the expected format. Partial data are never returned.
         """
         ...
 
     def read(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the loaded data set after checking its type. A user's source may raise any error.
+        """Load the data set and check its type.
+
+        The check is needed because the source may be user code, which can raise any error.
 
         Raises:
-            DataError: as `load`.
-            CodeError: the user's code failed, or did not return a data set.
+            DataError: `load` raised it.
+            CodeError: the user code failed, or did not return a data set.
         """
         if path_of(type(self)) is None:
             return self.load(data_dir)
@@ -58,20 +59,20 @@ class Source(Value):
 
 
 class FileSource(Source):
-    """Source that reads a file or folder."""
+    """Source that reads a file or a folder."""
 
     path: str | None = Field(default=None, min_length=1, description=FOLDER_DESCRIPTION)
 
 
 class SampleSource(FileSource):
-    """Source whose files may contain samples without labels."""
+    """Source whose files may also contain samples without labels."""
 
     @abstractmethod
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str] | None]:
-        """Return all samples ``[N, *shape]`` as `load` returns them, with or without labels, and their file names.
+        """Return all samples ``[N, *shape]`` in the form of `load`, with or without labels, and their file names.
 
         Raises:
-            DataError: as `load`.
+            DataError: a file is missing, damaged or not in the expected format.
         """
         ...
 
@@ -79,17 +80,18 @@ class SampleSource(FileSource):
 def locate(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str], fits: Callable[[Path], bool]
 ) -> Path:
-    """Return the file or folder of a data set.
+    """Find the file or folder of a data set.
 
     Args:
-        what: name of the data set, used in the error message.
-        path: path given by the user. This path only needs to exist, because the reader reports missing contents.
+        what: name of the data set in messages.
+        path: path that the user has given, or None. It is only checked for existence, because the reader reports
+            missing contents.
         data_dir: folder of data sets, or None for FEDLOOM_DATA.
-        folders: names to try inside the data folder. The data folder itself is tried last.
+        folders: subfolders of the data folder that are searched. The data folder itself is searched last.
         fits: function that returns True if a path contains the data set.
 
     Raises:
-        DataError: the data folder is a file, or the data set was not found. The message lists the paths that were
+        DataError: the data folder is a file, or the data set was not found. The message lists all paths that were
             searched.
     """
     if path is not None:
@@ -122,7 +124,7 @@ def locate(
 
 @contextmanager
 def naming_file_in_errors(place: Path) -> Iterator[None]:
-    """Add the name of the file or folder to every `DataError` raised in the block."""
+    """Add the name of the file or folder to every `DataError` that is raised inside the block."""
     try:
         yield
     except DataError as error:
@@ -131,10 +133,10 @@ def naming_file_in_errors(place: Path) -> Iterator[None]:
 
 
 def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
-    """Return the names of numbered classes: ``"0"`` to the largest label.
+    """Return the names of numbered classes, which are ``"0"`` up to the largest label.
 
     Raises:
-        DataError: a label is below 0 or above `MOST_CLASSES`.
+        DataError: a label is negative or at least `MOST_CLASSES`.
     """
     if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
         bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
@@ -147,7 +149,7 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
 
 
 def scale(values: Sequence[float] | None) -> Tensor | None:
-    """Return the mean or standard deviation of a data set as a tensor, or None if no value is given.
+    """Return the mean or standard deviation of a data set as a tensor, or None if no values are given.
 
     Raises:
         DataError: the values are not numbers.

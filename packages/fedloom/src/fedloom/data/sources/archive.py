@@ -1,7 +1,7 @@
-"""Read files from folders and from zip and tar archives (plain, gz or xz) as a single stream of entries.
+"""Reading of files from folders and from zip and tar archives (plain, gz or xz) as a stream of entries.
 
-Nothing is unpacked to disk, links in archives are skipped, and the declared size of a file is checked before the file
-is read. A stream without a declared size is cut off when it exceeds the limit.
+Nothing is unpacked to disk, links in archives are skipped, and the declared size of a file is checked before it is
+read. If no size is declared, reading stops with an error when the limit is exceeded.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 
 MAX_UNPACKED_BYTES = 16 * 2**30
-"""Largest size in bytes of one unpacked file. It was chosen above the memory of most machines, so that only an attack
-or a mistake reaches it."""
+"""Maximum size in bytes of a single unpacked file. It exceeds the memory of most machines, so that only an attack or a
+mistake can reach it."""
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
-"""Number of unpacked bytes up to which any compression ratio is accepted: small tables of equal rows may be compressed
-by more than `MAX_UNPACKING_RATIO`, and every machine has the memory for this many bytes."""
+"""Number of unpacked bytes up to which any compression ratio is accepted. Small tables of identical rows may be
+compressed by more than `MAX_UNPACKING_RATIO`, and every machine has enough memory for this many bytes."""
 READ_CHUNK_BYTES = 2**20
-"""Number of bytes per read, because gzip and lzma copy their output."""
+"""Number of bytes to read at a time, which is limited because gzip and lzma copy their output."""
 MAX_UNPACKING_RATIO = 400
-"""Largest accepted ratio of unpacked bytes to packed bytes. The ratio is at most about 50 for xz of real data, and
-1,000 or more for a decompression bomb."""
+"""Maximum ratio of unpacked bytes to packed bytes that is accepted. The ratio is at most about 50 for real data in xz
+format, but 1,000 or more for a decompression bomb."""
 
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
-"""Number of seconds that a packed file may always take, and number of packed bytes that allow one more second. A gz
-table of 5 MB, with 50 MB of cells, takes about 3 s on one core. A decompression bomb of equal rows that stays below
-`MAX_UNPACKING_RATIO` takes minutes."""
+"""Number of seconds that unpacking any file may take, and number of packed bytes for which one more second is allowed.
+A gz table of 5 MB, which contains 50 MB of cells, takes about 3 s on one core. A decompression bomb of identical rows
+with a ratio below `MAX_UNPACKING_RATIO` takes minutes."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
 DAMAGED_FILE_ERRORS = (
@@ -56,7 +56,7 @@ Wanted = Callable[[str], bool]
 
 
 class Entry(NamedTuple):
-    """File with its name in the archive (without .gz or .xz), its bytes, its location, and its stored size."""
+    """File in an archive: name (without .gz or .xz), bytes, location as shown in messages, and packed size."""
 
     name: str
     stream: BinaryIO
@@ -65,9 +65,9 @@ class Entry(NamedTuple):
 
 
 class _Bounded(io.RawIOBase):
-    """Stream that raises an error if it returns more than `bound` bytes or takes too long. The errors name the file.
+    """Stream that raises an error if it returns more than `bound` bytes or takes too long. The error names the file.
 
-    The time is measured from the first byte to the last, including the processing in between.
+    The time is measured between the first and the last byte, and includes the processing in between.
     """
 
     def __init__(self, inner: BinaryIO, bound: int, where: str, seconds: float = math.inf) -> None:
@@ -97,7 +97,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _Tail:
-    """Stream that remembers its last block, because a tar archive ends with blocks of zeros."""
+    """Stream that stores its last block, which must be zero at the end of a tar archive."""
 
     def __init__(self, inner: BinaryIO) -> None:
         self._inner, self.last = inner, b""
@@ -114,7 +114,7 @@ def damaged(where: str, error: Exception) -> DataError:
 
 
 def bomb(where: str, size: int) -> DataError:
-    """Return the error for a file that unpacks to many more bytes than expected."""
+    """Return the error for a file that unpacks to far more bytes than expected."""
     return DataError(
         f"{where}: unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
         f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
@@ -123,22 +123,22 @@ def bomb(where: str, size: int) -> DataError:
 
 
 def bound(packed: int) -> int:
-    """Return the largest number of bytes to which `packed` bytes may unpack."""
+    """Return the maximum number of bytes to which a file of `packed` bytes may unpack."""
     return min(MAX_UNPACKED_BYTES, max(ALWAYS_ALLOWED_BYTES, MAX_UNPACKING_RATIO * packed))
 
 
 def check_size(where: str, declared: int, packed: int) -> None:
-    """Raise if the declared size cannot be genuine for `packed` bytes.
+    """Raise an error if a declared size is implausible for a file of `packed` bytes.
 
     Raises:
-        DataError: the size exceeds the limit.
+        DataError: the declared size exceeds the limit.
     """
     if declared > bound(packed):
         raise bomb(where, declared)
 
 
 def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
-    """Return an unpacked gz or xz stream. Other streams are returned unchanged."""
+    """Return a stream of unpacked bytes from a gz or xz stream. Any other stream is returned as it is."""
     buffered = io.BufferedReader(_Bounded(stream, MAX_UNPACKED_BYTES, where), 2**17)
     head = buffered.peek(6)[:6]
     if head.startswith(GZIP_MAGIC):
@@ -152,7 +152,7 @@ def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
 
 
 def bare(name: str) -> str:
-    """Return a name without .gz or .xz.
+    """Return a file name without .gz or .xz.
 
     >>> bare("train-images-idx3-ubyte.gz")
     'train-images-idx3-ubyte'
@@ -162,10 +162,10 @@ def bare(name: str) -> str:
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, and unpack gz and xz.
+    """Open a file for reading, and unpack it if it is a gz or xz file.
 
     Raises:
-        DataError: the file is missing, unreadable, damaged or unpacks to too many bytes.
+        DataError: the file is missing, unreadable or damaged, or unpacks to too many bytes.
     """
     check_regular(path)
     try:
@@ -178,7 +178,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise if a path is a pipe, socket or device, because reading it may block or never end.
+    """Raise an error for a pipe, socket or device, because reading it may block or never end.
 
     Raises:
         DataError: the path is a pipe, socket or device.
@@ -192,7 +192,7 @@ def _is_tar(head: bytes) -> bool:
 
 
 def is_system_file(name: str) -> bool:
-    """Return True for files that the macOS Finder adds to zips and folders.
+    """Return True if the macOS Finder has added the file to a zip or folder.
 
     >>> [is_system_file(name) for name in ("__MACOSX/._a.csv", "a/._b.csv", "a/.DS_Store", "a/b.csv")]
     [True, True, True, False]
@@ -202,15 +202,15 @@ def is_system_file(name: str) -> bool:
 
 
 def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
-    """Yield the requested files of a folder, zip, tar or single file.
+    """Yield the requested files in a folder, zip or tar, or a single file.
 
-    Each stream must be read before the next stream is requested.
+    Each stream must be read before the next entry is requested.
 
-    Names are relative, use forward slashes, and omit .gz and .xz. Folders are read in the order of file names.
-    Archives, including archives inside a folder, are read in the order in which their files are stored.
+    Names are relative, use forward slashes, and do not end in .gz or .xz. Folders are read in the order of their file
+    names. Archives (also those inside a folder) are read in the order in which their files are stored.
 
     Raises:
-        DataError: `path` does not exist, an archive is damaged, or a declared size cannot be genuine.
+        DataError: `path` does not exist, an archive is damaged, or a declared size is implausible.
     """
     if path.is_dir():
         for file in _walk(path):
@@ -234,7 +234,7 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder in the order of their names. Links to folders are not followed."""
+    """Yield all files below a folder, sorted by name. Links to folders are not followed."""
     with suppress(PermissionError):
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
@@ -281,7 +281,7 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry
 
 
 def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
-    """Fill the contiguous array `out` from the stream.
+    """Fill the contiguous array `out` with bytes from the stream of an entry.
 
     Raises:
         DataError: the stream ends early.
@@ -298,10 +298,10 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
 
 
 def finished(entry: Entry) -> None:
-    """Raise if the stream contains bytes after the end of the data.
+    """Raise an error if a stream contains more bytes after the end of the data.
 
     Raises:
-        DataError: bytes remain.
+        DataError: there are more bytes.
     """
     if entry.stream.read(1):
         raise DataError(
@@ -310,9 +310,9 @@ def finished(entry: Entry) -> None:
 
 
 class GrowingRows:
-    """Rows with the same shape, whose number is not known in advance.
+    """Array to which rows of the same shape can be appended when their number is not known in advance.
 
-    The array grows in place, so no data are ever stored twice.
+    The array grows in place, so data are never held twice.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -321,28 +321,28 @@ class GrowingRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of a row."""
+        """Shape of one row."""
         return self._data.shape[1:]
 
     def room(self, count: int) -> NDArray[np.generic]:
-        """Return `count` new rows to write into. They count as rows immediately."""
+        """Append `count` rows, and return them for writing. They belong to the array immediately."""
         start, self.size = self.size, self.size + count
         if self.size > len(self._data):
             self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
-    def at(self, start: int, count: int) -> NDArray[np.generic]:
-        """Return `count` rows to write into, beginning with row `start`. Missing rows are added."""
+    def reserve(self, start: int, count: int) -> NDArray[np.generic]:
+        """Return `count` rows from row `start` on for writing. Rows that do not exist yet are appended."""
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]
 
     def keep(self, start: int, mask: NDArray[np.bool_]) -> None:
-        """Remove the rows from `start` on that are not in the mask."""
+        """Remove those rows from `start` on that the mask does not select."""
         kept = self._data[start : self.size][mask]
         self._data[start : start + len(kept)] = kept
         self.size = start + len(kept)
 
     def done(self) -> NDArray[np.generic]:
-        """Return all rows, without spare capacity."""
+        """Return all rows without spare capacity."""
         self._data.resize((self.size, *self._data.shape[1:]), refcheck=False)
         return self._data

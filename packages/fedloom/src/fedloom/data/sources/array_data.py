@@ -1,6 +1,6 @@
-"""Create a `Dataset` from arrays in memory.
+"""Creation of a `Dataset` from arrays in memory.
 
-Shapes, types and values are checked, and all problems are reported together.
+Shapes, types and values are checked, and a single message reports all problems.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
 MOST_COMPARED_COLUMNS = 64
-"""Number of first columns among which near copies are searched."""
+"""Maximum number of columns that are compared with each other to find near-duplicate rows."""
 MOST_NOTED = 2**24
-"""Largest number of values in a data set that is still searched for notes: 64 MiB of float32."""
+"""Maximum number of values for which a data set is scanned to produce notes (64 MiB of float32)."""
 MAX_EXACT_INTEGER = 2**24
-"""Largest integer up to which float32 represents all integers exactly."""
+"""Largest integer up to which float32 represents every integer exactly."""
 Layout = Literal["image", "sequence"]
-"""Meaning of samples ``[height, width]``: a one-channel image, or a sequence ``[time, features]``."""
+"""Meaning of samples ``[height, width]``, which are images with one channel or sequences ``[time, features]``."""
 CHANNEL_COUNTS = (1, 3, 4)
-"""Common numbers of image channels: gray, RGB, and RGB with an alpha channel. Gray with alpha (2 channels) is rare."""
+"""Common numbers of channels in images: gray, RGB, and RGB with an alpha channel. Gray with an alpha channel (2
+channels) is rare and not included."""
 MIN_PIXEL_COLUMNS = 64
-"""Smallest number of columns that may be image pixels."""
+"""Minimum number of columns of a table that may contain the pixels of images."""
 LARGE_VALUE = 100.0
-"""Smallest median absolute value of a column, or largest image value, for which usual learning rates are too large."""
+"""Median absolute value of a column, or largest value of images, above which usual learning rates are too large."""
 
 
 def make_dataset(
@@ -57,28 +58,28 @@ def make_dataset(
     original_dtype: str = "",
     layout: Layout | None = None,
 ) -> Dataset:
-    """Create a data set from arrays.
+    """Create a data set from arrays, after checking them.
 
     Args:
         name: name of the data set.
-        x: features [N, ...]. Bytes keep their type, and other numbers become float32. An array [N, height, width]
-            receives a channel axis.
-        y: integers, booleans or text [N], or numbers [N, k]. For tokens and sequences, integers [N, length] are also
-            accepted, and for images, masks [N, height, width], with -1 for no label.
-        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
-        where: file, used in messages. None: the name.
-        split: position of the first sample of the official test set, or None without an official test set.
-        classes: names of the classes or labels. Empty: numbers from 0, or the sorted texts.
-        mean: value that is subtracted, for bytes from pixels in [0, 1].
-        std: value by which the result is divided.
-        users: owner of each sample [N].
-        vocabulary: names of the tokens, or the number of tokens. x then contains tokens [N, length], with 0 for padding
-            at the end.
-        original_dtype: numpy name of the original type of x. Empty: the type of x.
-        layout: "sequence" if x is ``[N, time, features]``. None: "image".
+        x: features [N, ...]. Bytes keep their type, and all other numbers become float32. Samples [N, height, width]
+            get a channel axis.
+        y: integers, booleans or text [N], or numbers [N, k]. It may also contain integers [N, length] for tokens and
+            sequences, or masks [N, height, width] for images, with -1 for positions without a label.
+        task: meaning of the targets. None for classification if the targets are integers, text or booleans.
+        where: file that messages name. None for the name of the data set.
+        split: index of the first sample in the official test set, or None if there is none.
+        classes: names of the classes or labels. If empty, they are numbers from 0, or the sorted texts in y.
+        mean: number that is subtracted (for bytes, from pixels in [0, 1]).
+        std: number by which the result is divided.
+        users: client of each sample [N], or None.
+        vocabulary: names of the tokens, or the number of tokens. If it is given, x contains tokens [N, length], with 0
+            as padding at the end.
+        original_dtype: numpy name of the original type of x. If empty, it is the type of x.
+        layout: "sequence" if x has the shape ``[N, time, features]``. None for "image".
 
     Raises:
-        DataError: shapes, types, lengths or values are impossible.
+        DataError: shapes, types, lengths or values are invalid.
     """
     place = str(where or name)
     texts = [(what, v) for what, v in (("classes", classes), ("vocabulary", vocabulary)) if isinstance(v, str)]
@@ -123,7 +124,7 @@ def make_dataset(
         kept = as_features(x, place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
         notes = tuple(_rounded(x, kept))
-    original_dtype = original_dtype or str(x.dtype)
+    original_dtype = original_dtype or x.dtype.name
     declared = bool(classes)
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
@@ -168,7 +169,7 @@ def make_dataset(
 
 
 def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
-    """Return True if y labels each pixel of images, or each time step of sequences."""
+    """Return True if y has a label for each pixel of images or each time step of sequences."""
     if y.dtype.kind not in "uibf" or not y.size or (y.dtype.kind == "f" and not bool((y == np.floor(y)).all())):
         return False
     if layout == "sequence":
@@ -178,25 +179,25 @@ def _is_dense(x: NDArray[Any], y: NDArray[Any], layout: Layout | None) -> bool:
 
 
 def as_features(x: NDArray[Any], place: str) -> NDArray[Any]:
-    """Return numbers ``[N, ...]`` as models need them: bytes keep their type, and other numbers become float32.
+    """Return numbers ``[N, ...]`` in the form that models accept: bytes stay bytes, and other numbers become float32.
 
     Raises:
-        DataError: a number exceeds the range of float32.
+        DataError: a number is outside the range of float32.
     """
     return x if x.dtype in (np.uint8, np.float32) else narrow_numbers(x, np.empty(x.shape, np.float32), place)
 
 
 def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -> NDArray[Any]:
-    """Return images ``[N, channels, height, width]``. Other samples are returned unchanged.
+    """Return images as ``[N, channels, height, width]``. Other samples are returned unchanged.
 
     Args:
         x: samples ``[N, ...]``.
-        channels_last: True if images are ``[N, height, width, channels]``. None: raise if the shape suggests that
-            channels may be last.
-        place: location, used in messages.
+        channels_last: True if images are ``[N, height, width, channels]``. None to raise an error if the shape suggests
+            this.
+        place: location that messages name.
 
     Raises:
-        DataError: the order of the axes is not specified, or contradicts the shape.
+        DataError: the order of the axes is unclear, or contradicts the shape.
     """
     if channels_last is None and has_channels_last(x.shape):
         raise DataError(
@@ -208,10 +209,11 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 
 def has_channels_last(shape: Sequence[int]) -> bool:
-    """Return True if an array ``[N, ...]`` looks like images whose last axis is the channels.
+    """Return True if an array ``[N, ...]`` has the shape of images with the channels last.
 
-    The number of channels must be in `CHANNEL_COUNTS`, and the first axis must not be, or be 2, or be smaller than the
-    sides of a square image, such as a satellite image.
+    The first axis must not be a common number of channels (see `CHANNEL_COUNTS`). The last axis must be such a number.
+    If the first axis is not 2, the last axis may also be 2 or smaller than the sides of square images, such as
+    satellite images.
     """
     if len(shape) != 4 or shape[1] in CHANNEL_COUNTS:
         return False
@@ -235,16 +237,16 @@ def _rounded(x: NDArray[Any], kept: NDArray[Any]) -> Iterator[str]:
 
 
 def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 0) -> NDArray[Any]:
-    """Convert numbers into the array ``out``, which has a narrower type, and return it.
+    """Convert numbers to the narrower type of the array ``out``, write them into it, and return it.
 
     Args:
-        x: ``[N, ...]``.
+        x: numbers ``[N, ...]``.
         out: array of the same shape.
-        place: location, used in messages.
+        place: location that messages name.
         first: number of the first row.
 
     Raises:
-        DataError: a number exceeds the range that a model can represent.
+        DataError: a number is outside the range that models can use.
     """
     with np.errstate(over="ignore"):  # the infinity is refused
         out[...] = x
@@ -263,12 +265,12 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
 
 
 def noted(data: Dataset) -> Dataset:
-    """Return a data set of arrays with the notes on tables, and for images with a note on floats far from 1.
+    """Return a data set of arrays with notes on its columns or images.
 
-    Images receive a note if their floats are far from 1.
+    A note is added to images of floats with large values.
 
-    A table of bytes receives a note, because its values may not be pixels. Images contain bytes, or have more than one
-    axis per sample, or have many columns of which half contain the same smallest or largest number.
+    A note is added to a table of bytes, because its values may not be pixels. Samples are treated as images if they are
+    bytes, have more than one axis, or have many columns of which half share the same minimum or maximum.
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
@@ -312,20 +314,20 @@ def noted(data: Dataset) -> Dataset:
 
 
 def noted_copies(data: Dataset) -> Dataset:
-    """Return a data set of images with a note on near-duplicates."""
+    """Return a data set of images with a note if it contains near-duplicates."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
 
 
 def _is_wide(x: torch.Tensor) -> bool:
-    """Return True if rows ``[N, p]`` look like images."""
+    """Return True if rows ``[N, p]`` look like the pixels of images."""
     ends = [edge.unique(return_counts=True)[1].max() for edge in (x.amin(0), x.amax(0))]
     return x.shape[1] >= MIN_PIXEL_COLUMNS and 2 * int(max(ends)) >= x.shape[1]
 
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield a note on unscaled numeric columns whose values are far from 1. The columns of a table are scaled."""
+    """Yield a note on numeric columns of an array with large values. Columns of a table, in contrast, are scaled."""
     sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
     large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE_VALUE]
     if large:
@@ -386,10 +388,10 @@ def _targets(
 
 
 def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
-    """Convert values to an array of numbers or text, or of objects if ``mixed`` is True.
+    """Convert values to an array of numbers or text, or also of objects if ``mixed`` is True.
 
     Raises:
-        DataError: rows differ in length, or values have several types or are missing.
+        DataError: rows have different lengths, or values have several types or are missing.
     """
     if np.ma.is_masked(values):
         raise DataError(f"{name}: some values are masked. Fill these values, or leave the samples out")
@@ -422,10 +424,10 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
 
 
 def as_array(values: object) -> NDArray[Any]:
-    """Convert a tensor or array-like to an array. Floats of 16 bits or fewer are converted to 32 bits.
+    """Convert a tensor or an array-like object to an array. Floats with 16 bits or fewer become 32-bit floats.
 
     Raises:
-        ValueError: rows differ in length.
+        ValueError: rows have different lengths.
     """
     if isinstance(values, torch.Tensor):
         if values.is_nested:
@@ -436,4 +438,5 @@ def as_array(values: object) -> NDArray[Any]:
         return dense
     array = np.asarray(values)
     array = array.astype(object) if array.dtype.kind == "T" else array
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch reads no other byte order
     return array.astype(np.float32) if array.dtype == np.float16 else array

@@ -1,4 +1,4 @@
-"""Read arrays from an NPZ file, or from NPY files that stay on disk. A file that contains a pickle is rejected."""
+"""Reading of arrays from an NPZ file, or from NPY files that stay on disk. Files that contain a pickle are rejected."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.errors import DataError
 
 CONVERSION_BLOCK_BYTES = 2**20
-"""Number of bytes per block when an array of a different type is read."""
+"""Number of bytes per block when an array is converted to another type while it is read."""
 SPLIT_NAME_FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
 CLIENT_KEYS = ("clients", "users")
-"""Keys of the array that contains each sample's client. Earlier versions used the second key."""
+"""Possible names of the array with the client of each sample. Earlier versions used the second name."""
 ARRAY_KEYS = tuple(
     (train.format(x), train.format(y), test.format(x), test.format(y))
     for train, test in SPLIT_NAME_FORMS
     for x, y in FEATURE_TARGET_NAMES
 )
-"""Names of the features and targets of a training set, and of its test set: a pair of `FEATURE_TARGET_NAMES` alone or
-with both."""
+"""Possible names of the features and targets of a training set and its test set, each formed from a pair in
+`FEATURE_TARGET_NAMES`."""
 
 
 class _Header(NamedTuple):
@@ -63,8 +63,8 @@ class _Arrays(SampleSource):
 class Npy(_Arrays):
     """Folder with x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
 
-    The features stay on disk, and samples are read on demand. x may be larger than the memory. x contains bytes or
-    float32, and images store their channels first.
+    The features stay on disk and are read when they are needed, so x may be larger than the memory. It must contain
+    bytes or float32, and images must have the channels first.
     """
 
     channels_last: Literal[False] | None = Field(
@@ -72,7 +72,7 @@ class Npy(_Arrays):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the arrays. x is scanned once for non-finite numbers, and stays on disk."""
+        """Load the arrays. The features are scanned once for values that are not finite, but stay on disk."""
         place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
@@ -101,7 +101,7 @@ class Npy(_Arrays):
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    """Return an array that is mapped copy-on-write, so that writing never changes the file."""
+    """Map an array into memory in copy-on-write mode, so that changing it never changes the file."""
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -110,9 +110,9 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 class Npz(_Arrays):
-    """NPZ file with x and y, or with x_train, y_train, x_test and y_test.
+    """NPZ file with the arrays x and y, or x_train, y_train, x_test and y_test.
 
-    Optional arrays: clients, subject, order, strata.
+    It may also contain the arrays clients, subject, order and strata.
     """
 
     channels_last: bool | None = Field(
@@ -120,7 +120,10 @@ class Npz(_Arrays):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all arrays. The headers are read first, so that each array is read directly into its final memory."""
+        """Load all arrays.
+
+        The headers are read first, so that each array can be read directly into its final memory.
+        """
         place, headers = self._headers(data_dir)
         keys = next((keys for keys in ARRAY_KEYS if keys[0] in headers and keys[1] in headers), None)
         if keys is None:
@@ -144,7 +147,7 @@ class Npz(_Arrays):
         users = owners[0] if owners else None
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        options |= {"original_dtype": str(headers[x_key].dtype), "layout": self.layout}
+        options |= {"original_dtype": headers[x_key].dtype.name, "layout": self.layout}
         data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
@@ -152,7 +155,10 @@ class Npz(_Arrays):
         return noted(replace(data, notes=(*data.notes, *notes)))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
-        """Return only the features, with all digits for a table. If there is only one array, it may have any name."""
+        """Return only the features.
+
+        Those of a table keep their full precision. If the file has a single array, it may have any name.
+        """
         place, headers = self._headers(data_dir)
         keys_present = ([key for key in keys[::2] if key in headers] for keys in ARRAY_KEYS)
         keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
@@ -168,7 +174,7 @@ class Npz(_Arrays):
         return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
 
     def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
-        """Read arrays into their buffers, one after the other. The first buffer belongs to the features."""
+        """Read arrays into their buffers one after the other. The first buffer is that of the features."""
         parts: dict[str, tuple[NDArray[Any], bool]] = {}
         for k, (keys, room) in enumerate(rooms):
             at = 0
@@ -183,9 +189,9 @@ class Npz(_Arrays):
     def _room_of_x(
         self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
     ) -> NDArray[Any]:
-        """Return the buffer for the features, channels first.
+        """Return a buffer for the features, with channels first.
 
-        It contains bytes or float32, as models need them, or the array's own type if ``own_type`` is set.
+        It has a type that models accept (bytes or float32), or the array's own type if ``own_type`` is True.
         """
         shape, dtype = _joint_shape(place, headers, keys)
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
@@ -210,9 +216,9 @@ def _key(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> _Header:
-    """Return the shape and type of an array if the packed bytes can contain such an array.
+    """Return the shape and type of an array, after checking that the packed bytes can contain it.
 
-    Types with Python objects are rejected.
+    Arrays of Python objects are rejected.
     """
     try:
         version = np.lib.format.read_magic(entry.stream)
@@ -236,12 +242,12 @@ def _header(entry: Entry) -> _Header:
 
 
 def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
-    """Return one empty array that can hold all arrays of these keys, one after the other."""
+    """Return an empty array that has room for all arrays with these names, one after the other."""
     return np.empty(*_joint_shape(place, headers, keys))
 
 
 def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the joint shape and type of the concatenated arrays of these keys."""
+    """Return the shape and type of the concatenated arrays with these names."""
     first = headers[keys[0]]
     for key in keys:
         if headers[key].shape[1:] != first.shape[1:] or headers[key].dtype != first.dtype or not first.shape:
@@ -256,7 +262,7 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
 
 
 def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
-    """Read an array into its buffer, block by block if the type or the order of the axes differs."""
+    """Read an array into its buffer, in blocks if its type or the order of its axes must be changed."""
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")

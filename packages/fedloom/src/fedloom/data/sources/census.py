@@ -17,7 +17,8 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
-"""Levels of each column, with the label last. An empty tuple means a number, and ``?`` marks a missing value."""
+"""Levels of each column, with the label as the last column. A column without levels is numeric, and ``?`` marks a
+missing value."""
 
 HEART_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HEART_COLUMNS: Schema = {
@@ -41,15 +42,15 @@ ZERO_IS_MISSING = ("trestbps", "chol")
 
 
 class Heart(FileSource):
-    """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, presence of a disease (num > 0).
+    """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, and presence of the disease (num > 0).
 
-    The hospitals are the natural clients. A cholesterol or resting blood pressure of 0 counts as missing. Imputation
-    and scaling are fitted on each client's training part. A column with fewer than 5 observed values at a client is set
-    to 0 for this client. For each column with gaps, an additional feature marks the gaps.
+    The hospitals are the natural clients. A cholesterol or resting blood pressure of 0 is treated as missing.
+    Imputation and scaling are fitted to each client's training part. If a client has fewer than 5 values in a column,
+    this column is 0 for the client. For each column with missing values, an additional feature marks them.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the data of all four hospitals: raw values, with NaN for missing cells."""
+        """Load the data of all four hospitals as raw values, with NaN for missing cells."""
         folders = ("tabular/uci_heart", "uci_heart", "heart")
         place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
         files = [f"processed.{hospital}.data" for hospital in HEART_HOSPITALS]
@@ -133,13 +134,13 @@ COLUMN_RANGES = {
 class Adult(FileSource):
     """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, and whether their income exceeds 50,000 dollars.
 
-    Numbers are divided by fixed bounds (capital gain and loss after log(1 + x)), so nothing is fitted. Coded columns
-    become one feature per level, and `?` counts as a level. The sampling weight fnlwgt is not a feature. A federation
-    can be split by any coded column.
+    Numbers are divided by fixed bounds (after log(1 + x) for capital gain and loss), so nothing is fitted to the data.
+    Each categorical column becomes one feature per level, and `?` is one of the levels. The sampling weight fnlwgt is
+    not used as a feature. Clients can be formed by any categorical column.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the data of both files, with adult.test as the official test set."""
+        """Load the data of both files, with adult.test as the official test set."""
         folders = ("tabular/adult.tar.xz", "tabular/adult", "adult")
         place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
         tables = list(_tables(place, ("adult.data", "adult.test"), ADULT_COLUMNS))
@@ -171,7 +172,10 @@ class Adult(FileSource):
 
 
 def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield each existing file and its cells [N, columns]: numbers, and positions of levels. NaN is missing."""
+    """Yield each existing file with its cells [N, columns] as numbers, or as indices of levels.
+
+    Missing cells are NaN.
+    """
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
     for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
@@ -189,7 +193,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
                     what = f"row {1 + piece.start + bad[0]}, column {piece.column!r}: unknown {kind} {cells[0]!r}"
                     cure = f"the schema has {', '.join(codes)}. Fetch the file again"
                     problems.add("level", piece.column, what, cells, cure)
-            table.at(piece.start, len(values))[:, list(schema).index(piece.column)] = values
+            table.reserve(piece.start, len(values))[:, list(schema).index(piece.column)] = values
         if sentences := problems.sentences():
             refuse(entry.where, sentences)
         if table.size == 0:
@@ -198,9 +202,9 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
 
 
 def _plain(cell: str) -> str:
-    """Return a level as the schema writes it.
+    """Return a level in the notation of the schema.
 
-    7.0 becomes 7, and the final period in the labels of adult.test is removed.
+    For example, 7.0 becomes 7, and the period at the end of labels in adult.test is removed.
     """
     try:
         return f"{float(cell):g}"

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, read from their original binary records.
+"""CIFAR-10 and CIFAR-100, read from their original binary files.
 
 Krizhevsky 2009, Learning multiple layers of features from tiny images.
 """
@@ -24,9 +24,9 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 class CifarVersion(NamedTuple):
-    """CIFAR-10 or CIFAR-100: the name, the files, and the number of label bytes that precede the pixels.
+    """CIFAR-10 or CIFAR-100: its name, its files, and the number of label bytes before the pixels.
 
-    The last label byte is used.
+    The last of these bytes is the label.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Cifar10(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images in the files. The test batch is the official test set."""
+        """Load all images. The test batch is the official test set."""
         place = _locate(CIFAR10_VERSION, self.path, data_dir)
         return _read(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
 
@@ -59,7 +59,7 @@ class Cifar100(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images in the files, with fine labels. The test file is the official test set."""
+        """Load all images with their fine labels. The test file is the official test set."""
         place = _locate(CIFAR100_VERSION, self.path, data_dir)
         names = tuple(str(i) for i in range(100))
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):

@@ -1,4 +1,4 @@
-"""Choose the reader of a file or folder by its contents."""
+"""Selection of the reader for a file or folder by its contents."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"\.(csv|tsv|txt|dat|data)$", re.IGNORECASE), Csv),
 )
 FIRST_WEAK_PATTERN = 7
-"""Index of the first weak pattern, which decides only if no other name matches a stronger pattern."""
+"""Index of the first weak pattern. Weak patterns are only used if no name matches a stronger one."""
 LOOKED_AT = 2000
-"""Number of names after which a weak pattern decides."""
+"""Number of names after which a match with a weak pattern is accepted."""
 GIVEN_UP = 100_000
-"""Number of names after which the search in a folder ends without a result."""
+"""Maximum number of names in a folder that are checked before the search fails."""
 
 
 PARQUET_MAGIC = b"PAR1"
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:
-    """Return True if a file starts with the given bytes. For an unreadable file, return False."""
+    """Return True if a file starts with the given bytes. Return False if the file cannot be read."""
     with suppress(OSError), path.open("rb") as file:
         return file.read(len(magic)) == magic
     return False
@@ -62,7 +62,7 @@ def detect(path: Path) -> type[FileSource]:
     """Return the source class that can read a path.
 
     Raises:
-        DataError: the path does not exist, contains nothing that a reader accepts, or is the root of the file system.
+        DataError: the path does not exist, contains nothing that can be read, or is the root of the file system.
     """
     if not os.path.exists(path):
         raise DataError(f"{path}: no such file or folder. Check the path")

@@ -1,4 +1,4 @@
-"""Data sets that are included in scikit-learn and need neither files nor a network."""
+"""Data sets that come with scikit-learn and need neither files nor a network connection."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Name = Literal["breast_cancer", "diabetes", "digits", "iris", "linnerud", "wine"
 
 
 class Digits(Source):
-    """Digits: 1,797 handwritten digits, 8x8 gray with 17 levels (the test part of UCI optdigits)."""
+    """Handwritten digits: 1,797 gray images of 8x8 pixels with 17 levels (the test part of UCI optdigits)."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images as bytes 0..16, which models receive as 0..1. There is no official test set."""
+        """Load all images as bytes from 0 to 16, which models receive as 0 to 1. There is no official test set."""
         table = _digits()
         x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
@@ -32,9 +32,9 @@ class Digits(Source):
 
 @cache
 def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return 64 pixels and the digit per row, read from scikit-learn's file.
+    """Return rows of 64 pixels and the digit, read from a file of scikit-learn.
 
-    Importing scikit-learn would take as long as importing torch.
+    Importing scikit-learn instead would take as long as importing torch.
     """
     spec = find_spec("sklearn")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -48,12 +48,12 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 
 class Embedded(Source):
-    """Small table included in scikit-learn. It is scaled on each client's training part."""
+    """Small table that comes with scikit-learn. It is scaled with each client's training part."""
 
     set: Name = Field(default="breast_cancer", description="name of one of scikit-learn's embedded data sets")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the table as classification, binary (breast_cancer) or regression (diabetes, linnerud)."""
+        """Load the table as a classification, binary (breast_cancer) or regression (diabetes, linnerud) task."""
         if self.set == "digits":
             return Digits().load(data_dir)
         from sklearn import datasets

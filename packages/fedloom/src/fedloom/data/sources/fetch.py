@@ -1,4 +1,4 @@
-"""Original files of named data sets, which are downloaded only if a user asks for them."""
+"""Download of the original files of named data sets, at the request of a user."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fedloom.rundir import place_of
 from fedloom.values import check_type
 
 DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
-"""Environment variable that contains the data set folder."""
+"""Environment variable with the path of the data folder."""
 
 
 class Remote(NamedTuple):
-    """Where to download the files of a data set.
+    """Addresses and digests of a data set's files.
 
     Attributes:
-        folder: subfolder for this data set in the data set folder.
+        folder: subfolder of the data folder for this data set.
         mirrors: addresses of folders that contain all files, in the order in which they are tried.
-        files: digest of each file by name, as ``sha256:...`` or ``md5:...``.
+        files: digests of the files, keyed by name, as ``sha256:...`` or ``md5:...``.
     """
 
     folder: str
@@ -96,9 +96,9 @@ REMOTE_SETS: dict[str, Remote] = {
         {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
     ),
 }
-"""Data sets with a public address. Digests refer to the original files. For CIFAR, Tiny-ImageNet and MedNIST, the
-digests are the published digests. The addresses were written without network access and have not been tested. A file
-with a different digest is not kept.
+"""Data sets that can be downloaded from a public address. The digests are those of the original files. For CIFAR,
+Tiny-ImageNet and MedNIST, they are the published ones. The addresses were written without network access and have not
+been tested. A downloaded file with a different digest is not kept.
 """
 
 LEAF_HINT = (
@@ -112,24 +112,24 @@ UNFETCHED_SETS = {
     "shakespeare": LEAF_HINT,
     "sklearn": "needs no files, because it comes with scikit-learn",
 }
-"""Reason why a named data set is not downloaded, and what to do instead."""
+"""Reasons why other named data sets cannot be downloaded, with advice."""
 
 
 def fetch(
     name: str, data_dir: str | Path | None = None, *, mirrors: tuple[str, ...] = (), timeout: float = 60.0
 ) -> Path:
-    """Download the original files of a named data set and return their folder.
+    """Download the original files of a named data set, and return their folder.
 
-    Existing files with the correct digest are kept unchanged.
+    Files that exist already and have the correct digest are kept.
 
     Args:
         name: key of `REMOTE_SETS`.
-        data_dir: data set folder. None: the environment variable FEDLOOM_DATA.
-        mirrors: additional addresses of folders that contain the files, which are tried first.
+        data_dir: data folder. None for the environment variable FEDLOOM_DATA.
+        mirrors: additional addresses of folders with the files, which are tried first.
         timeout: number of seconds without a response after which the next address is tried.
 
     Returns:
-        The folder with the files, which `fedloom.load` finds.
+        Folder with the files, in which `fedloom.load` finds them.
 
     Raises:
         ConfigError: the data set is unknown or has no files to download, no folder is given, an existing file has a

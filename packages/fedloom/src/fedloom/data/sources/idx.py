@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST, read from their original IDX files.
 
 LeCun, Cortes, Burges: the MNIST database of handwritten digits. Xiao, Rasul, Vollgraf 2017: Fashion-MNIST, arXiv
-1708.07747. The default mean and std are the values in FLAME's public code for both data sets.
+1708.07747. The default mean and std are those in FLAME's public code, for both data sets.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ IDX_FILES = {
 
 
 class Mnist(FileSource):
-    """MNIST: 60,000 + 10,000 gray images of handwritten digits, 28x28 pixels."""
+    """MNIST: 60,000 + 10,000 gray images of handwritten digits with 28x28 pixels."""
 
     mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all 70,000 images. The last 10,000 are the official test set."""
+        """Load all 70,000 images. The last 10,000 are the official test set."""
         place = locate("MNIST", self.path, data_dir, ("mnist", "MNIST/raw", "MNIST"), holds_idx)
         return read_idx("mnist", place, tuple(str(digit) for digit in range(10)), self.mean, self.std)
 
 
 class FashionMnist(FileSource):
-    """Fashion-MNIST: 60,000 + 10,000 gray images of clothes, 28x28 pixels."""
+    """Fashion-MNIST: 60,000 + 10,000 gray images of clothes with 28x28 pixels."""
 
     mean: tuple[float, ...] | None = Field(
         default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
@@ -50,7 +50,7 @@ class FashionMnist(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all 70,000 images. The last 10,000 are the official test set."""
+        """Load all 70,000 images. The last 10,000 are the official test set."""
         folders = ("fashion-mnist", "FashionMNIST/raw", "FashionMNIST")
         place = locate("Fashion-MNIST", self.path, data_dir, folders, holds_idx)
         return read_idx("fashion-mnist", place, FASHION_CLASSES, self.mean, self.std)
@@ -71,19 +71,22 @@ FASHION_CLASSES = (
 
 
 def holds_idx(place: Path) -> bool:
-    """Return True if a folder contains one of the four files. Any other path is accepted without a check."""
+    """Return True if a folder contains any of the four files.
+
+    A path that is not a folder is accepted without a check.
+    """
     return not place.is_dir() or any(place.glob("*-idx[13]-ubyte*"))
 
 
 def read_idx(
     name: str, place: Path, classes: tuple[str, ...], mean: tuple[float, ...] | None, std: tuple[float, ...] | None
 ) -> Dataset:
-    """Return the four IDX files in a folder or archive as one data set.
+    """Load the four IDX files from a folder or archive as one data set.
 
-    The headers are read first, so that the array is allocated only once and each file is read directly into it.
+    The headers are read first, so that the array is allocated once and the files are read directly into it.
 
     Raises:
-        DataError: a file is missing, truncated or too long, or has a wrong magic number or size.
+        DataError: a file is missing, truncated or too long, or has the wrong magic number or size.
     """
     sizes = {_file(entry): _header(entry) for entry in entries(place, _wanted)}
     missing = [file for file in IDX_FILES if file not in sizes]
@@ -127,7 +130,7 @@ def _file(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> tuple[int, ...]:
-    """Return the sizes (count, height, width) or (count,) if the packed file can contain that many bytes."""
+    """Return the sizes (count, height, width) or (count,) after checking that the packed file can contain the bytes."""
     magic = IDX_FILES[_file(entry)]
     header = np.empty(4 if magic == IMAGES_MAGIC else 2, ">u4")
     fill(entry, header, "the header")

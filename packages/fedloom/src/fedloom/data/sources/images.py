@@ -1,4 +1,4 @@
-"""Images in folders: Medical MNIST, Tiny-ImageNet, and any folder or archive with one folder per class."""
+"""Images in folders: Medical MNIST, Tiny-ImageNet, and any folder or archive with a folder of images for each class."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from fedloom.errors import DataError
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 SIDE_LIMIT = 8192
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+"""Modes with more than 8 bits per pixel. Pillow clips their numbers to 255 when it converts them."""
 
 
 def is_image(name: str) -> bool:
@@ -30,9 +32,9 @@ def is_image(name: str) -> bool:
 
 
 class _Pictures:
-    """Reader that stores images of the same size in one array.
+    """Collector of images of the same size in one array.
 
-    Unless size and channels are given, the first image determines them.
+    The first image determines the size and the channels, unless they are given.
     """
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
@@ -48,8 +50,15 @@ class _Pictures:
             content = io.BytesIO(entry.stream.read())
             with warnings.catch_warnings(action="ignore"), Image.open(content, formats=IMAGE_FORMATS) as image:
                 self._check(entry, image.size)
+                if image.mode in DEEP_MODES:
+                    raise DataError(
+                        f"{entry.where}: has more than 8 bits per pixel (mode {image.mode}), but images are read as "
+                        "bytes, and the range of the numbers is unknown. Convert the images to 8 bits, such as "
+                        "numpy.uint8(numpy.asarray(image) / largest * 255), or pass floats from 0 to 1 as an array or "
+                        "NPZ file"
+                    )
                 if self._mode is None:
-                    self._mode = "L" if image.mode in ("1", "L", "I;16") else "RGB"
+                    self._mode = "L" if image.mode in ("1", "L") else "RGB"
                 picture = image.convert(self._mode)
                 if self._side is not None:
                     picture = picture.resize((self._side, self._side), Image.Resampling.BILINEAR)
@@ -93,7 +102,7 @@ def _read(
     std: tuple[float, ...] | None,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
-    """Return all images whose path determines a class. Classes are numbered in the order of their names."""
+    """Load all images, whose paths determine their classes. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
@@ -131,9 +140,9 @@ def _read(
 
 
 class ImageFolder(SampleSource):
-    """Folder, zip or tar that contains one folder of images per class.
+    """Folder, zip or tar with one folder of images per class.
 
-    Images below `test` or `val` are stored separately.
+    Images below a folder `test` or `val` form the test set.
     """
 
     rgb: bool | None = Field(default=None, description="number of channels, 3 or 1 (default: as in the first image)")
@@ -147,13 +156,13 @@ class ImageFolder(SampleSource):
     std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images. The images below `test` or `val` are the official test set."""
+        """Load all images. Those below a folder `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
-        """Return all images, whatever folder they are in."""
+        """Return all images, regardless of the folder that contains them."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         names = []
@@ -172,7 +181,10 @@ def _below_test(path: PurePosixPath) -> bool:
 
 
 class MedicalMnist(FileSource):
-    """Medical MNIST (MedNIST): 58,954 gray images of 64x64 pixels in six classes. A subset is also accepted."""
+    """Medical MNIST (MedNIST): 58,954 gray images of 64x64 pixels in six classes.
+
+    A subset of the images is accepted, too.
+    """
 
     rgb: bool = Field(
         default=False, description="repeat the channel three times, as FLAME's CNN expects (206,678 parameters)"
@@ -183,7 +195,7 @@ class MedicalMnist(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after the subtraction (FLAME)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all images. There is no official test set."""
+        """Load all images. There is no official test set."""
         folders = ("medical-mnist", "medical_mnist", "MedNIST")
         place = locate("Medical MNIST", self.path, data_dir, folders, _has_pictures)
         pictures = _Pictures(self.rgb, None)
@@ -207,7 +219,7 @@ class TinyImagenet(FileSource):
     std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return training and validation images.
+        """Load the training and validation images.
 
         The labeled validation images are the official test set.
         """

@@ -1,4 +1,4 @@
-"""LEAF JSON files, which store samples by user. FEMNIST with its writers.
+"""LEAF data in JSON files, which contain samples grouped by user, including FEMNIST with samples grouped by writer.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -28,7 +28,7 @@ UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tupl
 
 
 class Collector:
-    """Samples of all users in all files: features in one growing array, and one user code per sample."""
+    """Samples of all users in all files, with features in one growing array and one user code per sample."""
 
     wanted = "numbers. Every sample needs one number"
 
@@ -43,9 +43,9 @@ class Collector:
         self._file_of: dict[tuple[str, bool], str] = {}
 
     def file(self, entry: Entry, in_test: bool) -> None:
-        """Add the samples of a file.
+        """Add the samples in a file.
 
-        Apart from the arrays, memory holds only the text of the file and the lists of one user.
+        Besides the arrays, only the text of the file and the lists of one user are held in memory.
         """
         where = entry.where
 
@@ -85,7 +85,7 @@ class Collector:
             raise DataError(f"{where}: num_samples contradicts user_data. Fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
-        """Return samples as ``[n, width]`` in their storage type, or a description of the fault."""
+        """Return samples ``[n, width]`` in the type in which they are stored, or a description of what is wrong."""
         features = _numbers(rows)
         if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
@@ -102,7 +102,7 @@ class Collector:
         return scaled.astype(np.uint8)
 
     def _labels(self, listed: object) -> Floats | None:
-        """Return the targets as numbers, or None if they are not numeric."""
+        """Return the targets as numbers, or None if they are not numbers."""
         return _numbers(listed)
 
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
@@ -166,7 +166,7 @@ class Collector:
 
 
 def _numbers(values: object) -> Floats | None:
-    """Convert an evenly nested list of numbers, or return None for anything else."""
+    """Convert a regularly nested list of numbers to an array, or return None for anything else."""
     try:
         array = np.array(values)
     except ValueError:
@@ -175,10 +175,10 @@ def _numbers(values: object) -> Floats | None:
 
 
 class Leaf(FileSource):
-    """LEAF JSON files of any kind whose features are numbers. Users are the natural clients.
+    """Any LEAF data in JSON files whose features are numbers. The users are the natural clients.
 
-    Files below a folder `test`, or with the word `test` in their name, are the official test set if there are other
-    files.
+    Files in a folder `test`, or with the word `test` in their name, form the official test set if there are other
+    files, too.
     """
 
     inside: str = Field(default="", description="prefix of the files to read, as a path in the folder or archive")
@@ -192,15 +192,15 @@ class Leaf(FileSource):
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all users in all files."""
+        """Load the samples of all users in all files."""
         place = locate("LEAF", self.path, data_dir, (), lambda p: True)
         return _load(place, self, None)
 
 
 class Femnist(FileSource):
-    """FEMNIST: handwritten digits and letters by writer, 28x28 pixels, where white is 1.
+    """FEMNIST: handwritten digits and letters by writer, with 28x28 pixels and white as 1.
 
-    Writers are the natural clients.
+    The writers are the natural clients.
     """
 
     subset: Literal["all", "digits", "letters"] = Field(
@@ -212,7 +212,7 @@ class Femnist(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all writers. LEAF's test files are the official test set."""
+        """Load the samples of all writers. LEAF's test files are the official test set."""
         place = locate("FEMNIST", self.path, data_dir, ("femnist",), holds_json)
         options = Leaf(shape=(1, 28, 28), pixels=True, classes=62)
         first, classes = {
@@ -224,7 +224,7 @@ class Femnist(FileSource):
 
 
 def holds_json(place: Path) -> bool:
-    """Return True for a file, or for a folder that contains JSON files or archives."""
+    """Return True if the path is a file, or a folder with JSON files or archives."""
     if not place.is_dir():
         return True
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
@@ -253,7 +253,7 @@ def make_user_dataset(
     classes: tuple[str, ...],
     vocabulary: tuple[str, ...] = (),
 ) -> Dataset:
-    """Return the data set of samples collected by user, with a column of user names."""
+    """Create a data set from samples that were collected by user, with a column for the user."""
     with naming_file_in_errors(place):
         return Dataset(
             name,
@@ -275,10 +275,10 @@ class Collected(NamedTuple):
 
     Attributes:
         x: features ``[N, .]``.
-        y: ``[N]`` targets.
-        users: user codes ``[N]``.
+        y: targets ``[N]``.
+        users: codes of the users ``[N]``.
         names: names of the users.
-        test: official test set, or None without such a set.
+        test: official test set, or None if there is none.
     """
 
     x: NDArray[Any]
@@ -289,10 +289,10 @@ class Collected(NamedTuple):
 
 
 def collect(place: Path, inside: str, collector: Collector) -> Collected:
-    """Return the contents of all files in a folder or archive whose path starts with ``inside``.
+    """Collect the samples from all files in a folder or archive whose path starts with ``inside``.
 
     Raises:
-        DataError: the files are not LEAF files, or the collector rejects them.
+        DataError: the files are not LEAF files, or the collector rejects their contents.
     """
     for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
         path = PurePosixPath(entry.name)

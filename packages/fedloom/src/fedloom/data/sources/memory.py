@@ -1,4 +1,4 @@
-"""Convert common objects in memory (arrays, tensors, torch, Hugging Face and pandas data sets) to a `Dataset`."""
+"""Conversion of objects in memory (arrays, tensors, torch, Hugging Face and pandas data sets) to a `Dataset`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import make_dataset, noted
 from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, steady
 from fedloom.data.sources.table.cells import Problems
+from fedloom.data.sources.table.conversion import read_table
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
-from fedloom.data.sources.table.reading import TableSource, read_table
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.data.tables import level
@@ -29,9 +30,9 @@ COLUMN_OPTIONS = (
     "client_column", "subject", "order", "strata", "test_column", "categorical", "drop", "include", "columns",
     "group_columns", "event",
 )  # fmt: skip
-"""Options of a table whose values are names of columns."""
+"""Options of a table whose values are column names."""
 MAX_TOKENS = 2**24
-"""Largest number of tokens. float32, the type of samples, holds every whole number up to it."""
+"""Maximum number of tokens. The type of samples, float32, represents every integer up to it exactly."""
 
 
 def as_dataset(
@@ -46,31 +47,32 @@ def as_dataset(
     """Convert objects in memory to a data set.
 
     Args:
-        obj: a `Dataset`, which is returned unchanged. Features ``[N, ...]`` as an array or tensor. A tuple ``(x, y)``.
-            A dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that contain
-            such pairs. A torch `Dataset` or a list whose samples are tuples ``(features, target)`` or dictionaries with
-            such a pair. If transforms of a torch `Dataset` change samples at random, the samples are read again for
-            every training step. A Hugging Face `Dataset` or `DatasetDict`. A pandas `DataFrame`, alone or with its
-            targets. A pyarrow table, or a table that Arrow can read (polars).
-        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if the features come without targets. The
-            name of the target column is also accepted. None: ``label``, ``labels``, ``fine_label``, ``target`` or
-            ``y``, or, for a table without these columns, the last column.
-        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
-        test: official test set, of the same type as `obj`. It is not allowed for tables, in which a column marks the
-            test rows (``test_column`` or ``test_since``).
-        name: name of the data set, used in reports and messages.
-        options: for arrays and samples: ``classes`` (names), ``mean``, ``std``, ``clients`` (client of each sample, or
-            the column that names it), ``subject`` (person of each sample, such as a patient), ``order`` (time of each
-            sample) and ``strata`` (levels whose shares splits preserve), which may also be dictionary entries,
-            ``features`` (column of the features), ``channels_last``, ``layout`` ("sequence" for ``[N, time,
-            features]``), ``vocabulary`` (names of the tokens, or the number of tokens: features are then tokens ``[N,
-            length]``). For tables, including CSV files: ``client_column``, ``subject``, ``order``, ``strata``,
-            ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``, ``columns``, ``missing``,
-            ``impute``, ``scale``, ``days_since``.
+        obj: a `Dataset`, which is returned unchanged, or one of the following objects: features ``[N, ...]`` as an
+            array or tensor, a tuple ``(x, y)``, a dictionary with ``x`` and ``y`` (or another pair of names, such as
+            ``data`` and ``target``), a dictionary with ``train`` and ``test``, each of which contains such a pair, a
+            torch `Dataset` or a list whose samples are tuples ``(features, target)`` or dictionaries with such a pair,
+            a Hugging Face `Dataset` or `DatasetDict`, a pandas `DataFrame` (alone or with its targets), a pyarrow
+            table, or another table that Arrow can read (such as a polars table). If the transforms of a torch `Dataset`
+            change samples at random, the samples are read again for each training step.
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if `obj` contains only features. It may
+            also be the name of the target column. None for a column ``label``, ``labels``, ``fine_label``, ``target``
+            or ``y``, or for the last column of a table without such a column.
+        task: meaning of the targets. None for classification if the targets are integers, text or booleans.
+        test: official test set, which must have the same type as `obj`. It is not allowed for tables, which mark test
+            rows in a column (``test_column`` or ``test_since``).
+        name: name of the data set in reports and messages.
+        options: options for arrays and samples, which are ``classes`` (names), ``mean``, ``std``, ``clients`` (client
+            of each sample, or the column with the clients), ``subject`` (person of each sample, such as a patient),
+            ``order`` (time of each sample) and ``strata`` (levels whose proportions splits preserve), which may also be
+            dictionary entries, ``features`` (column with the features), ``channels_last``, ``layout`` ("sequence" for
+            ``[N, time, features]``), and ``vocabulary`` (names of the tokens, or the number of tokens: features are
+            then tokens ``[N, length]``). Options for tables, including CSV files, are ``client_column``, ``subject``,
+            ``order``, ``strata``, ``test_column``, ``test_levels``, ``test_since``, ``categorical``, ``drop``,
+            ``columns``, ``missing``, ``impute``, ``scale``, ``days_since``.
 
     Raises:
-        ConfigError: the type of the object is unknown, or an option or column does not exist.
-        DataError: shapes, types, lengths or values are invalid. A single message lists all of them.
+        ConfigError: the type of the object is unknown, or an option or a column does not exist.
+        DataError: shapes, types, lengths or values are invalid. A single message lists all problems.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -138,7 +140,7 @@ def as_dataset(
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
-    options = {key: _named(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
+    options = {key: _name_columns(value) if key in COLUMN_OPTIONS else value for key, value in options.items()}
     if is_hub(obj):  # whose rows may come through a transform
         some = range(min(len(obj), REREAD_SAMPLES))
         for _ in steady((obj[k] for k in some), lambda places: (obj[k] for k in places), lambda: (), name):
@@ -167,7 +169,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
                 "Rename one of the two"
             )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
-    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
+    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int, np.integer))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
@@ -185,14 +187,14 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     table_options = {"target": target, "task": task or "auto", **options}
     spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
     problems = Problems(name, first=0)
-    return read_table(spec, name, names, spec.with_days(names, frame_cells(obj), problems), problems)
+    return read_table(spec, name, names, spec.convert_dates(names, frame_cells(obj), problems), problems)
 
 
 def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
-    """Raise if an option of arrays has a wrong type. Names of classes and tokens become text.
+    """Raise an error if an option for arrays has the wrong type. Names of classes and tokens are converted to text.
 
     Raises:
-        ConfigError: an option has a wrong type. The message names the right one.
+        ConfigError: an option has the wrong type. The message states the correct one.
     """
     for key in ("classes", "vocabulary"):
         value = options.get(key)
@@ -212,17 +214,17 @@ def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
             raise ConfigError(f"{name}: {key} must be {what}, got {value!r:.60}")
 
 
-def _named(value: Any) -> Any:
-    """Return the names of columns as text. pandas numbers columns without names, so that 0 is a name."""
+def _name_columns(value: Any) -> Any:
+    """Return column names as text. In pandas, columns without names are numbered, so 0 may be a name."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return str(value)
-    return [*map(_named, value)] if isinstance(value, list | tuple) else value
+    return [*map(_name_columns, value)] if isinstance(value, list | tuple) else value
 
 
 class HubData(Source):
-    """``hub:owner/name``: images or numbers with a label.
+    """Data set from the Hugging Face hub, ``hub:owner/name``, with images or numbers and a label.
 
-    This source opens a connection, because the user asked for it by name.
+    This source connects to the hub, because the user has asked for it by name.
     """
 
     name: str = Field(min_length=1, description="owner/name on the hub")
@@ -243,7 +245,10 @@ class HubData(Source):
     std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return both splits. Without a connection, only data in the library's cache can be loaded."""
+        """Load the training and test splits.
+
+        Without a connection, only data in the cache of the `datasets` library can be loaded.
+        """
         try:
             import datasets
         except ImportError as error:

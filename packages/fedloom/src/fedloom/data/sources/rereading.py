@@ -1,6 +1,7 @@
-"""Second reading of a user's samples, which detects random changes: a stored sample would contain only one draw.
+"""Detection of samples that change at random, by reading some of a user's samples twice.
 
-If samples of a torch data set change at random, they are read again for every training step (`Rereading`).
+If the samples of a torch data set change at random, they are read again for each training step (see `Rereading`), since
+a stored sample would contain a single random version.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REREAD_SAMPLES = 64
-"""Number of samples, spread over the data set, that are read again to detect random transforms.
+"""Number of samples, spread over the data set, that are read twice to detect random transforms.
 
-A change with probability 0.1 differs between two readings with probability 0.18, so 64 pairs miss it with probability
-0.82^64 < 1e-5.
+A change with probability 0.1 makes two readings differ with probability 0.18, so it is missed in 64 pairs with
+probability 0.82^64 < 1e-5.
 """
 REREAD_OF_RANDOM = 256
-"""Smallest number of second readings for a data set that draws from a global generator.
+"""Minimum number of samples to read twice if the data set draws from a global random generator.
 
-A change of one sample in a hundred is missed with probability 0.98^256 < 1 %.
+If one sample in a hundred changes, this is missed with probability 0.98^256 < 1 %.
 """
 REREAD_NOTE = (
     "samples change at random when they are read: every training step reads them again, while validation, test and "
@@ -44,38 +45,39 @@ AUGMENT_HINT = (
 
 
 Reader = Callable[[Sequence[int]], np.ndarray]
-"""Function that reads features ``[k, ...]`` at places of a user's data set, in the layout of the stored samples."""
+"""Function that reads the features ``[k, ...]`` at given positions in a user's data set, in the layout of the stored
+samples."""
 
 
 class ChangedSamples(DataError):
-    """Error: a sample differed when it was read again."""
+    """Error for a sample that differed when it was read again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rereading:
-    """Samples of a user's data sets that change at random and are read again for every training step.
+    """Samples in a user's data sets that change at random and are read again for each training step.
 
-    Random transforms draw from the global generators of torch, numpy and Python. While a client's batch is read, these
-    generators draw from the client's own stream for the step, so neither the cohort nor the number of workers changes a
-    sample.
+    Random transforms draw from the global random generators of torch, NumPy and Python. While a client's batch is read,
+    these generators are seeded by the client's own stream for the step, so that samples do not depend on the cohort or
+    the number of workers.
 
     Attributes:
-        sets: length and reader of each data set, in the order of their samples. None: the samples of this data set
-            never change.
+        sets: length and reader of each joined data set, in order. The reader is None if the samples of a data set never
+            change.
     """
 
     sets: tuple[tuple[int, Reader | None], ...]
 
     @classmethod
     def attach(cls, data: Dataset, sets: Iterable[tuple[int, Reader | None]]) -> Dataset:
-        """Return the data set that joins several sets, with their rereading and a note if samples change."""
+        """Add the rereading of several joined data sets to a data set, and a note if samples change at random."""
         joined = tuple(sets)
         if all(reader is None for _, reader in joined):
             return data
         return replace(data, rereading=cls(joined), notes=(*data.notes, REREAD_NOTE))
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
-        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new samples, drawn with stream ``rng``.
+        """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new versions drawn with ``rng``.
 
         Raises:
             DataError: the user's data set fails, or returns samples of a different shape or type.
@@ -90,35 +92,35 @@ class Rereading:
 
 
 def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T], Any], count: int, name: str) -> T:
-    """Return samples whose changes come from a fixed stream, after a test that streams determine all changes.
+    """Read samples with a fixed seed, after checking that the seed determines all random changes.
 
     Args:
-        read: function that reads all samples (None), or the samples at given positions.
-        key: function that returns the values that must be equal if the streams are equal.
+        read: function that reads the samples at given positions, or all samples if the argument is None.
+        key: function that returns values of the samples to compare.
         count: number of samples.
-        name: name of the data set, used in messages.
+        name: name of the data set in messages.
 
     Raises:
-        DataError: samples differ although the global generators are in the same state.
+        DataError: samples differ although the global random generators were in the same state.
     """
     places = np.unique(np.linspace(0, count - 1, min(count, REREAD_SAMPLES)).round().astype(int)).tolist()
 
-    def drawn(places: Sequence[int] | None) -> T:
+    def draw(places: Sequence[int] | None) -> T:
         with as_global(generator(0, purpose="samples"), torch.device("cpu")):
             return read(places)
 
-    if key(drawn(places)) != key(drawn(places)):
+    if key(draw(places)) != key(draw(places)):
         raise DataError(
             f"{name}: samples change at random, but not by the global generators of torch, numpy or "
             "Python, so no run could be repeated: draw from torch.rand, numpy.random or random in "
             f"__getitem__, or {AUGMENT_HINT}; or, to keep one draw of each sample on purpose, pass "
             "[d[i] for i in range(len(d))] of the data set d"
         )
-    return drawn(None)
+    return draw(None)
 
 
 def is_picture(value: object) -> bool:
-    """Return True if a sample is a Pillow image, whose last axis is the channels."""
+    """Return True if a sample is a Pillow image, whose channels are the last axis."""
     return hasattr(value, "getbands") and hasattr(value, "mode")
 
 
@@ -130,23 +132,23 @@ def steady(
     cure: str = AUGMENT_HINT,
     frozen: str = "",
 ) -> Iterator[T]:
-    """Yield samples. After the last sample, read some samples again and raise if they differ.
+    """Yield samples. After the last one, some samples are read again, and an error is raised if they differ.
 
-    Every sample is read and stored once, so a random change would be drawn only once. The global generators are
-    restored after the second reading. In a stream, whose order may change, a sample only has to equal one of the
-    samples in the first reading. A stream that can only be read once is not checked.
+    This is necessary because each sample is read once and stored, so a random change would be drawn only once. The
+    global random generators are restored after the second reading. If samples come as a stream, whose order may change,
+    a sample only has to equal any sample of the first reading. A stream that can be read only once is not checked.
 
     Args:
-        first: samples from the first reading.
-        again: function that returns samples by position a second time. None: the samples are a stream.
+        first: samples of the first reading.
+        again: function that reads the samples at given positions again. None if the samples are a stream.
         stream: function that restarts a stream.
-        name: name of the data set, used in messages.
-        cure: advice about random changes of images.
-        frozen: code that stores one draw of each sample of a data set d, used in messages. Empty: the default code for
-            a torch data set or a stream.
+        name: name of the data set in messages.
+        cure: advice in messages on random changes of images.
+        frozen: code in messages that stores one random version of each sample of a data set d. If empty, it is the
+            usual code for a torch data set or a stream.
 
     Raises:
-        ChangedSamples: a sample differs between two readings.
+        ChangedSamples: a sample differed when it was read again.
     """
     before, prints, shape = rng_states(), list[int](), ()
     for sample in first:
@@ -178,16 +180,16 @@ def steady(
 
 
 def varies(make: Callable[[], Any], times: int) -> bool:
-    """Return True if a user's code returns different samples when it is called again.
+    """Return True if user code returns different samples when it is called several times.
 
-    The global generators are restored afterwards.
+    The global random generators are restored afterwards.
     """
     with preserve_rng():
         return len({_fingerprint(make()) for _ in range(times)}) > 1
 
 
 def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
-    """Return the first samples of a restartable stream, or [] if it cannot be restarted."""
+    """Return the first samples of a stream after restarting it, or [] if it cannot be restarted."""
     try:
         return list(islice(stream(), count))
     except Exception:  # a user's stream that can be read once fails in any way
@@ -195,16 +197,16 @@ def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
 
 
 def _image_of(sample: Any) -> Any:
-    """Return the first entry of a sample, which may be an image, or [] if it has no entries."""
+    """Return the first entry of a sample, which may be an image, or an empty tuple if it has no shape."""
     first = next(iter(sample.values()), ()) if isinstance(sample, Mapping) else sample
     first = first[0] if isinstance(first, tuple) and first else first
     return np.empty((1, 1, 1)) if is_picture(first) else first if hasattr(first, "shape") else ()
 
 
 def _fingerprint(sample: Any) -> int:
-    """Return a hash that is equal for equal samples, where NaN counts as equal to NaN.
+    """Return a hash that is the same for equal samples, where NaN equals NaN.
 
-    For objects of unknown type, only the type is hashed.
+    For objects of other types, only the type is hashed.
     """
     if isinstance(sample, Mapping):
         return hash(tuple((str(key), _fingerprint(value)) for key, value in sample.items()))

@@ -1,4 +1,4 @@
-"""Data set synthetic(alpha, beta) of FedProx.
+"""Synthetic data set synthetic(alpha, beta) from the FedProx paper.
 
 Li et al. 2020, Federated optimization in heterogeneous networks, arXiv 1812.06127, section 5.1 and appendix C.1,
 following the authors' generator. FIAELT uses (0, 0), (0.5, 0.5) and (1, 1).
@@ -20,12 +20,13 @@ from fedloom.seeds import numpy_generator
 
 
 class Synthetic(Source):
-    """Users with individual linear models and individual feature means. The users are the natural clients.
+    """Users who each have their own linear model and their own feature means. The users are the natural clients.
 
-    User k has n_k = int(lognormal(4, 2)) + 50 samples. u_k ~ N(0, alpha), B_k ~ N(0, beta). mean_k ~ N(B_k, 1) and W_k,
-    b_k ~ N(u_k, 1) entrywise. x ~ N(mean_k, diag(j^-1.2)). y = argmax(W_k x + b_k). (0, 0) is heterogeneous too. The
-    iid variant has one W, b ~ N(0, 1) and mean 0 for all users. The last tenth of each user's samples is the user's
-    official test part. pFedMe's variant uses users = 100, factor = 5, test = 0.25.
+    User k has n_k = int(lognormal(4, 2)) + 50 samples x ~ N(mean_k, diag(j^-1.2)) with labels y = argmax(W_k x + b_k).
+    The entries of mean_k are drawn from N(B_k, 1), and those of W_k and b_k from N(u_k, 1), where u_k ~ N(0, alpha) and
+    B_k ~ N(0, beta). Users also differ for (alpha, beta) = (0, 0). In the iid variant, all users share one W, b ~ N(0,
+    1) and the mean 0. The last tenth of each user's samples is its official test part. pFedMe's variant uses users =
+    100, factor = 5, test = 0.25.
     """
 
     alpha: float = Field(default=0.0, ge=0, description="difference between the models (FedProx: 0, 0.5, 1)")
@@ -49,7 +50,7 @@ class Synthetic(Source):
     seed: int = Field(default=0, ge=0, description="seed of the data set itself (the authors' generator has none)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return one draw of the data set."""
+        """Generate the data set with its seed."""
         d, c = self.features, self.classes
         shared = numpy_generator(self.seed, purpose="synthetic")
         one_w, one_b = shared.standard_normal((d, c)), shared.standard_normal(c)

@@ -1,4 +1,4 @@
-"""Users' tables: CSV and Parquet files, with roles of columns by name."""
+"""Tables of users: CSV and Parquet files, with roles for named columns."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from fedloom.data.sources.table.reading import Raw, TableSource
 from fedloom.errors import DataError
 
 CELL_BYTES = np.dtype(np.float64).itemsize
-"""Number of bytes of a cell in memory, which may exceed its size in a file."""
+"""Number of bytes that a cell uses in memory, which may be more than in a file."""
 
 
 class Csv(TableSource):
-    """CSV file (.csv, .tsv, .txt, .dat). The file may be plain, gz or xz, or be the only such file in a zip or tar.
+    """CSV file (.csv, .tsv, .txt, .dat). The file may be plain, gz or xz, or the only such file in a zip or tar.
 
-    Without a header, the columns are called column1, column2, and so on.
+    Without a header, the columns are named column1, column2, and so on.
     """
 
     separator: str | None = Field(
@@ -54,7 +54,7 @@ class Csv(TableSource):
     @field_validator("encoding")
     @classmethod
     def _check_encoding(cls, encoding: str | None) -> str | None:
-        """Raise if Python does not know the encoding as a text encoding."""
+        """Raise an error if Python does not know the encoding as a text encoding."""
         try:
             "".encode(encoding or "utf-8")
         except LookupError:
@@ -65,12 +65,12 @@ class Csv(TableSource):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All markers of missing cells. If numbers have decimal commas, a marker may contain a comma."""
+        """All texts that mark missing cells. If numbers have decimal commas, a marker may be written with a comma."""
         markers = super().markers
         return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
 
     def signs(self, data_dir: str | Path | None = None) -> Signs:
-        """Return the separators of the file: the values of the fields, or else the detected separators.
+        """Return the separator and decimal sign, which are detected in the file unless options set them.
 
         Raises:
             DataError: the file does not exist, or is not UTF-8 text.
@@ -84,12 +84,15 @@ class Csv(TableSource):
         raise DataError(f"{place}: contains no .csv file. Name the path of a .csv file")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all rows, read with the separators of the file. A marker may contain the decimal sign."""
+        """Load all rows with the signs of the file.
+
+        The signs are needed first, because a marker of missing cells may contain the decimal sign.
+        """
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
     @contextmanager
     def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open the only table of the file."""
+        """Open the only table in the file or archive."""
         place, signs = locate("CSV", self.path, data_dir, (), lambda p: True), self.signs(data_dir)
         files = entries(place, _is_csv)
         for entry in files:
@@ -113,7 +116,7 @@ class Parquet(TableSource):
 
     @property
     def unread(self) -> set[str]:
-        """Columns that are left out and have no other role."""
+        """Columns that are dropped and have no other role, so that they need not be read."""
         return (
             {*self.drop}
             - {*self.days_since, *self.days_since.values()}
@@ -123,11 +126,11 @@ class Parquet(TableSource):
 
     @contextmanager
     def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open the file and read its columns one after the other.
+        """Open the file, and read its columns one after the other.
 
-        Reading one page of every column at a time could use as much memory as the features.
+        Reading a page of every column at the same time could use as much memory as the features.
 
-        The number and size of the columns in the footer are first compared with the size of the file.
+        Before, the number and size of the columns in the footer are checked against the size of the file.
         """
         from pyarrow import ArrowException, parquet, types  # slow to import
 
@@ -157,10 +160,12 @@ def _is_text(kind: object) -> bool:
 
 
 def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
-    """Yield pieces of a file's columns. Equal texts are stored only once in memory, but counted at each occurrence.
+    """Yield the columns of a file in pieces.
+
+    Equal texts are stored only once in memory, but each occurrence is counted.
 
     Raises:
-        DataError: the texts together are much longer than the file.
+        DataError: the total length of the texts is implausible for the size of the file.
     """
     from pyarrow import DictionaryArray, compute, int64
 

@@ -1,4 +1,4 @@
-"""Texts by speaker: a user's table, LEAF's Shakespeare and Sentiment140, and docstrings, which need no download.
+"""Texts grouped by speaker or author: a user's table, LEAF's Shakespeare and Sentiment140, and Python docstrings.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -29,11 +29,11 @@ from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
 TEXT_FIELD_INDEX = 4
-"""Index of the text in a Sentiment140 tweet: id, date, query, user, text."""
+"""Index of the text in a Sentiment140 tweet, which consists of id, date, query, user and text."""
 
 
 class Texts(FileSource):
-    """Texts in a CSV or Parquet table, each with a class. A column may contain the owner of each text."""
+    """Texts in a CSV or Parquet table, each with a class. A column may contain the client of each text."""
 
     text: str = Field(description="column with the texts")
     target: str | None = Field(default=None, description="column with the classes (default: the last column)")
@@ -50,7 +50,7 @@ class Texts(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return all rows, with a vocabulary built from all texts."""
+        """Load all rows, and build the vocabulary from all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.client_column is not None else (None, ())
         vocabulary = vocabulary_of(texts, self.level, self.tokens)
@@ -69,10 +69,10 @@ class Texts(FileSource):
             )
 
     def rows(self, data_dir: str | Path | None = None) -> tuple[list[str], list[str] | None]:
-        """Return all texts, with or without labels, and their owners, or None if the owner column does not exist.
+        """Return all texts, with or without labels, and their clients, or None if there is no column with the clients.
 
         Raises:
-            DataError: as `load`.
+            DataError: the table cannot be read (see `load`).
         """
         texts, codes, _ = self._columns(data_dir, labelled=False)
         return texts, [codes[0][1][k] for k in codes[0][0].tolist()] if codes else None
@@ -80,7 +80,7 @@ class Texts(FileSource):
     def _columns(
         self, data_dir: str | Path | None, labelled: bool
     ) -> tuple[list[str], list[tuple[torch.Tensor, tuple[str, ...]]], str]:
-        """Return the texts, the codes and levels of label and users, and the file's name."""
+        """Return the texts, codes and levels of the label and the clients, and the name of the file."""
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
         kind = detect(place)
         if not issubclass(kind, TableSource):
@@ -115,7 +115,7 @@ class Texts(FileSource):
 
 
 class _Lines(Collector):
-    """Lines of a speaker, each with the character that follows."""
+    """Lines of a speaker, each with the character that follows it."""
 
     wanted = "characters. Every sample needs the one character that follows its text"
 
@@ -130,11 +130,11 @@ class _Lines(Collector):
         return np.array([ord(value) for value in listed], np.float64)
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
-        """Accept any character."""
+        """Accept any character as a label."""
 
 
 class _Tweets(Collector):
-    """Tweets of a user, each with its sentiment: 0 for negative, and 1 or 4 for positive."""
+    """Tweets of a user, each with a sentiment: 0 is negative, and 1 or 4 is positive."""
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         fits = all(
@@ -154,9 +154,9 @@ class _Tweets(Collector):
 
 
 class Shakespeare(FileSource):
-    """Shakespeare's plays by speaker (LEAF): the task is to predict the next character of each text.
+    """Shakespeare's plays by speaker (LEAF), where the task is to predict the next character of a text.
 
-    Speakers are the natural clients.
+    The speakers are the natural clients.
     """
 
     length: int | None = Field(
@@ -166,9 +166,9 @@ class Shakespeare(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all speakers.
+        """Load the samples of all speakers.
 
-        Each class is a character that occurs in the texts, and every character is a token.
+        The classes are the characters that occur in the texts, and every character is a token.
         """
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect(place, "", _Lines(Leaf(), None))
@@ -183,7 +183,10 @@ class Shakespeare(FileSource):
 
 
 class Sent140(FileSource):
-    """Sentiment140 by user (LEAF): the sentiment of a tweet, positive or not. Users are the natural clients."""
+    """Sentiment140 by user (LEAF), where the task is to predict whether the sentiment of a tweet is positive.
+
+    The users are the natural clients.
+    """
 
     length: int = Field(
         default=25, ge=1, description="maximum number of words per tweet, counted from the start (LEAF: 25)"
@@ -193,7 +196,7 @@ class Sent140(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples of all users. Tokens are words and punctuation marks in lower case."""
+        """Load the samples of all users. The tokens are words and punctuation marks in lower case."""
         place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
         users = collect(place, "", _Tweets(Leaf(), None))
         texts = users.x[:, 0].tolist()
@@ -204,15 +207,16 @@ class Sent140(FileSource):
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MIN_CHARACTER_COUNT = 20
-"""Smallest number of occurrences for a character to be in the vocabulary. Rarer characters become the unknown token."""
+"""Minimum number of occurrences of a character in the vocabulary. Rarer characters become the unknown token."""
 
 
 class Docstrings(Source):
-    """Prediction of the next character in docstrings of Python's standard library. Modules are the natural clients.
+    """Docstrings of Python's standard library, where the task is to predict the next character.
 
-    The texts depend on the Python version that is running, so another version gives different data. A sample is a
-    window of ``length`` characters. The last window of a module is shorter. The label of each position is the next
-    character.
+    The modules are the natural clients.
+
+    The texts depend on the installed version of Python, so another version yields other data. Each sample is a window
+    of ``length`` characters. The last window of a module is shorter. Each position is labeled with the next character.
     """
 
     length: int = Field(default=64, ge=2, description="number of characters per sample")
@@ -227,7 +231,7 @@ class Docstrings(Source):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the samples from all public single-file modules of the standard library with enough text."""
+        """Load the samples from all public single-file modules with enough text."""
         whole = _texts()
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
@@ -253,9 +257,9 @@ class Docstrings(Source):
 
 
 def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return windows of a text as tokens and next tokens, ``[n, length]`` each.
+    """Return consecutive windows of a text as tokens, and the next token for each position, ``[n, length]`` each.
 
-    Next tokens count only from entry 2 of the vocabulary on.
+    The next tokens are numbered from entry 2 of the vocabulary. Other next tokens have no label.
     """
     (tokens,) = encoded([text], vocabulary, len(text))
     rows = -(-(len(tokens) - 1) // length)
@@ -268,7 +272,7 @@ def windows(text: str, vocabulary: tuple[str, ...], length: int) -> tuple[torch.
 
 @cache
 def _texts() -> dict[str, str]:
-    """Return the docstrings of each single-file module of the standard library, by module name."""
+    """Return the docstrings of all single-file modules in the standard library, keyed by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
         raise DataError("docstrings: this Python has no source of its standard library. Use another source")
@@ -281,7 +285,7 @@ def _docstrings(file: Path) -> str:
 
 
 def _documented(node: Documented) -> Iterator[Documented]:
-    """Yield a module, class or function, and the documented objects inside it."""
+    """Yield a module, class or function, and all of these that it contains."""
     yield node
     for inner in node.body:
         if isinstance(inner, Documented):

@@ -1,1 +1,1 @@
-"""Subjects: the rows of one patient stay together, and splits respect time and strata."""
+"""Subjects: all rows of a patient stay together, and splits respect time and strata."""

@@ -1,4 +1,4 @@
-"""Near-duplicates, as augmentation creates them: rows and images that are much closer than all others are."""
+"""Near-duplicates, which augmentation can create: rows or images that are much closer to each other than others are."""
 
 from __future__ import annotations
 
@@ -9,37 +9,46 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.design import Design, Ints
 
 NEIGHBOR_COUNT = 10
-"""Number of neighbors of a row that are compared to distinguish a near-duplicate from a dense region."""
+"""Number of nearest neighbors of a row that are compared to tell a near-duplicate from a dense region."""
+OUTER_LOG_MEAN = float(
+    np.mean(
+        [sum(1 / i for i in range(j, NEIGHBOR_COUNT)) for j in range(2 + (NEIGHBOR_COUNT - 2) // 2, NEIGHBOR_COUNT)]
+    )
+)
+"""Expected log of the ratio between the distance of the last neighbor and a distance in the outer half of the others,
+times the dimension of the points."""
 CLOSENESS_LEVEL = 1e-3
-"""Probability that a row's nearest neighbor would be this close if all rows came from the same distribution. A note
-needs 50 times as many such rows."""
+"""Probability that a row's nearest neighbor would be as close by chance, if all rows came from the same distribution. A
+note is added if such rows are 50 times as frequent."""
 CLOSE_SHARE = 0.05
 MOST_NEAR_ROWS = 20_000
-"""Largest number of rows that are searched for near-duplicates. A tree with more rows takes seconds."""
+"""Maximum number of rows that are searched for near-duplicates. Searching more rows in a tree would take seconds."""
 MOST_NEAR_IMAGES = 10_000
-"""Largest number of images that are searched for near-duplicates. The distances between more images take seconds."""
+"""Maximum number of images that are searched for near-duplicates. Computing the distances between more images would
+take seconds."""
 MOST_TREE_AXES = 8
-"""Largest number of axes for which finding neighbors with a tree is faster than computing all distances."""
+"""Maximum number of dimensions for which a tree finds neighbors faster than a comparison of all rows."""
 MOST_COMPARED_BYTES = 1 << 29
-"""Largest number of bytes that are compared. Comparing more bytes would take seconds, and the samples may be on
+"""Maximum number of bytes of samples that are compared. Comparing more would take seconds, and the samples may be on
 disk."""
 THUMB_PIXELS = 32
-"""Height and width to which larger images are averaged before they are compared."""
+"""Height and width in pixels to which larger images are averaged before they are compared."""
 LEAST_PIXELS = 8
-"""Smallest height and width at which images can be told apart."""
+"""Minimum height and width in pixels at which images can be distinguished."""
 FREQUENCY_COUNT = 5
 SEEN_AXES = 12
-"""Number of principal axes of spectra and thumbnails along which images are compared."""
+"""Number of principal components of spectra and thumbnails in which images are compared."""
 
 
 def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
-    """Return the number of rows with a neighbor that is much closer than the next ones, or 0 if chance explains them.
+    """Return the number of rows with a neighbor much closer than others, or 0 if this could be due to chance.
 
     Args:
         points: points ``[N, p]`` whose distances are meaningful.
-        units: subject ``[N]`` of each row. Rows of the same subject are not counted. None: all rows are independent.
-        ties: True if equal points are copies. False ignores points that equal several other points, because such data
-            are coarse.
+        units: subject of each row ``[N]``. Near-duplicates within a subject are not counted. None if all rows are
+            independent.
+        ties: True if identical points are considered copies. False to ignore points that are identical to several
+            others, because their coordinates are coarse.
     """
     if not 5 * NEIGHBOR_COUNT <= len(points) <= MOST_NEAR_ROWS:
         return 0
@@ -52,8 +61,9 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
     apart = sound & (inner[:, 0] > 0)
     if not apart.any():
         return 0
-    logs = np.log(last[apart, None] / inner[apart])
-    dimension = min(points.shape[1], 1 / max(float(np.median(logs.mean(1))), 1e-9))
+    outer = inner[:, len(inner[0]) // 2 :]  # the nearer ones may be further copies
+    logs = np.log(last[apart, None] / outer[apart])
+    dimension = min(points.shape[1], OUTER_LOG_MEAN / max(float(np.median(logs.mean(1))), 1e-9))
     ratio = (first[sound] / last[sound]) ** dimension
     close = 1 - (1 - ratio) ** (NEIGHBOR_COUNT - 1) < CLOSENESS_LEVEL
     if units is not None:
@@ -64,7 +74,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
 
 
 def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]:
-    """Return distances ``[N, k]`` from each point to its nearest points, including itself, and their positions."""
+    """Return the distances ``[N, k]`` of each point to its nearest points (including itself), and their indices."""
     if points.shape[1] <= MOST_TREE_AXES:
         from scipy.spatial import cKDTree  # slow to import
 
@@ -81,14 +91,15 @@ def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]
 
 
 def image_copies(images: torch.Tensor, design: Design | None) -> int:
-    """Return the number of images that look like slightly changed copies of other images, or 0 if chance explains them.
+    """Return the number of images that seem to be modified copies of others, or 0 if this could be due to chance.
 
-    Mirroring, quarter turns, shifts and contrast do not change the spectrum. Noise does not change the thumbnail.
-    Rotations by other angles and crops of a small part change both.
+    Mirroring, quarter turns, shifts and contrast are recognized because they do not change the spectrum. Noise is
+    recognized because it does not change the thumbnail. Other rotations and crops of a small part are not recognized,
+    because they change both.
 
     Args:
         images: images ``[N, C, H, W]``.
-        design: design of the data set. Images of the same subject are not counted.
+        design: design of the data set, or None. Copies within a subject are not counted.
     """
     if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
         return 0
@@ -102,14 +113,14 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
 
 
 def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
-    """Average images down to at most this height and width, ``[N, 1, H, W]``."""
+    """Average images down to at most this height and width, and return them as ``[N, 1, H, W]``."""
     return torch.nn.functional.adaptive_avg_pool2d(grey, (min(grey.shape[2], most), min(grey.shape[3], most)))
 
 
 def _spectra(grey: torch.Tensor) -> torch.Tensor:
-    """Return low frequencies of the absolute Fourier transform, averaged over turned and mirrored images, ``[N, p]``.
+    """Return low frequencies of the absolute Fourier transform ``[N, p]``, averaged over rotations and mirror images.
 
-    They are divided by their mean, which depends on the contrast.
+    They are divided by their mean, because it depends on the contrast.
     """
     absolute = torch.fft.fft2(grey[:, 0] - grey.mean((1, 2, 3))[:, None, None]).abs()
     k = min(FREQUENCY_COUNT, *(side // 2 for side in absolute.shape[1:]))
@@ -119,7 +130,7 @@ def _spectra(grey: torch.Tensor) -> torch.Tensor:
 
 
 def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
-    """Return thumbnails of 8 x 8 pixels, centered and scaled to length 1: ``[N, 64]``."""
+    """Return thumbnails of 8 x 8 pixels, centered and scaled to length 1, as ``[N, 64]``."""
     thumbs = _thumbs(grey, LEAST_PIXELS).flatten(1)
     thumbs = thumbs - thumbs.mean(1, keepdim=True)
     unit: torch.Tensor = thumbs / thumbs.norm(dim=1, keepdim=True).clamp(min=1e-12)
@@ -127,7 +138,7 @@ def _unit_thumbs(grey: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate_axes(points: torch.Tensor, count: int) -> NDArray[np.float64]:
-    """Return the coordinates of points ``[N, p]`` along their first principal axes."""
+    """Return the coordinates of points ``[N, p]`` along their first principal components."""
     points = points.double() - points.double().mean(0)
     axes = torch.linalg.svd(points, full_matrices=False)[2][:count]
     return np.asarray((points @ axes.T).numpy())

@@ -1,4 +1,4 @@
-"""Splits by subject: whole subjects are assigned to clients, and each subject is in the same part everywhere."""
+"""Splits by subject: all rows of a subject are in the same part (training, validation or test) at all clients."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fedloom.data.subjects.design import Design, Ints
 from fedloom.errors import PartitionError
 
 TRAIN_CODE, VALIDATION_CODE, TEST_CODE, UNUSED_CODE = range(4)
-"""Codes of the parts. The last code marks samples that are left out."""
+"""Codes of the parts of a split. The last one marks samples that are left out."""
 
 
 class Quota(NamedTuple):
-    """Sizes of a client's parts.
+    """Sizes of the parts of a client's data.
 
     Attributes:
-        test: fraction of samples in the test part. 0: no test part.
-        validation: fraction of samples in the validation part. 0: no validation part.
-        keep: largest number of training samples per client, or of subjects if subjects are known. None: all.
-        folds: number of cross-validation folds, used instead of `test`.
-        fold: number of the fold that is the test part.
+        test: fraction of the samples in the test part, which may be 0.
+        validation: fraction of the samples in the validation part, which may be 0.
+        keep: maximum number of training samples per client (or of subjects, if they are known). None to keep all.
+        folds: number of cross-validation folds, which are used instead of `test`.
+        fold: index of the fold that is the test part.
     """
 
     test: float
@@ -34,12 +34,12 @@ class Quota(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Entries to split, one per subject and client.
+    """Units to divide into parts, one per subject.
 
     Attributes:
-        owner: client of each entry ``[k]``, in increasing order.
-        label: class of each entry ``[k]``, 0 without classes.
-        stratum: stratum of each entry ``[k]``. None without strata.
+        owner: client of each unit ``[k]``, in ascending order.
+        label: class of each unit ``[k]``, which is 0 if there are no classes.
+        stratum: stratum of each unit ``[k]``. None if there are no strata.
         n: number of clients.
     """
 
@@ -50,16 +50,16 @@ class Cells(NamedTuple):
 
 
 def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tuple[Ints, Ints]:
-    """Return the clients' rows after each assigned row has been replaced by all rows of its subject.
+    """Replace each assigned row by all rows of its subject, and return the rows of all clients.
 
     Args:
         design: design of the data set.
-        index: assigned rows ``[k]``, one for each subject of a client.
-        offsets: offsets of the clients ``[n + 1]``.
+        index: assigned rows ``[k]``, one per subject of a client.
+        offsets: boundaries between clients ``[n + 1]``.
         rows: rows ``[p]`` that may be assigned.
 
     Returns:
-        The rows and offsets in the same form, with the rows of each subject next to each other.
+        The rows and the boundaries, where the rows of a subject are next to each other.
     """
     units = design.units
     grouped = rows[np.argsort(units[rows], kind="stable")]
@@ -74,21 +74,20 @@ def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tu
 def parts_by_subject(
     design: Design, index: Ints, owner: Ints, n: int, y: Ints | None, quota: Quota, rng: np.random.Generator
 ) -> Ints:
-    """Return the part of each row ``[k]`` as a code. Each subject is in the same part at all clients.
+    """Return a code for the part of each row ``[k]``. Each subject is in the same part at all clients.
 
-    A subject with several clients is assigned at the client with the fewest subjects, and is in the resulting part
-    everywhere. The test part contains the latest subjects if their order is known, or the marked subjects if some are
-    marked. Otherwise, it is a random share that preserves the shares of the strata. Fractions and numbers refer to
-    subjects.
+    The part of a subject with several clients is chosen at the client with the fewest subjects. The test part contains
+    the latest subjects if rows have an order, or the marked subjects if some are marked. Otherwise, it is a random
+    sample that preserves the proportions of the strata. Fractions and numbers in the quota refer to subjects.
 
     Args:
         design: design of the data set.
-        index: rows ``[k]``.
-        owner: client of each row ``[k]``, in increasing order.
+        index: rows ``[k]`` of all clients.
+        owner: client of each row ``[k]``, in ascending order.
         n: number of clients.
-        y: classes of the whole data set. None: there are no classes.
+        y: classes of the whole data set. None if there are no classes.
         quota: sizes of the parts.
-        rng: source of the random order.
+        rng: random generator for the order of subjects.
 
     Raises:
         PartitionError: a client has no training samples left.
@@ -131,7 +130,7 @@ def parts_by_subject(
 def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArray[np.float64]) -> Ints:
     """Return the part of each subject ``[k]``.
 
-    ``place`` contains the last row of each subject, and ``draw`` a random number for each.
+    ``place`` contains the last row of each subject, and ``draw`` contains a random number for each subject.
     """
     if design.order is not None:
         return codes_in_order(cells, design.order.numpy()[place], quota, draw)
@@ -139,10 +138,10 @@ def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArra
 
 
 def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each subject: a client's earliest subjects are for training, then validation, then test.
+    """Return the part of each subject, where each client's earliest subjects are in training and the latest in test.
 
-    With folds, a client's subjects are split into one more block than there are folds: fold f tests on block f + 1 and
-    trains on the blocks before it. Later blocks are left out.
+    With folds, a client's subjects are divided into one more block than there are folds. Fold f uses block f + 1 for
+    test and the blocks before it for training. Later blocks are left out.
     """
     sizes = np.bincount(cells.owner, minlength=cells.n)
     rank = ranks_within(cells.owner, np.lexsort((draw, times, cells.owner)), sizes)
@@ -164,9 +163,9 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
 
 
 def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return a random part for each entry, preserving the shares of strata.
+    """Return a random part for each unit, which preserves the proportions of the strata.
 
-    One entry of each class stays in training.
+    One unit of each class stays in the training part.
     """
     owner, label, stratum, n = cells
     classes = int(label.max(initial=0)) + 1
@@ -208,7 +207,7 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
 
 
 def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
-    """Return the rank ``[k]`` of each entry at its client, where ``order`` lists entries grouped by client."""
+    """Return the rank ``[k]`` of each unit at its client, given their ``order``, which must group units by client."""
     starts = np.cumsum(sizes) - sizes
     rank = np.empty_like(owner)
     rank[order] = np.arange(len(owner)) - starts[owner[order]]
@@ -216,20 +215,20 @@ def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
 
 
 def wanted(sizes: Ints, fraction: float, from_size: int) -> Ints:
-    """Return the rounded fraction of sizes, which is at least 1 for clients with `from_size` or more."""
+    """Return ``sizes * fraction``, rounded, but at least 1 for clients with at least `from_size` units."""
     number = np.rint(sizes * fraction).astype(np.int64)
     least = np.asarray(sizes >= from_size if fraction > 0 else sizes < 0, np.int64)
     return np.asarray(np.maximum(number, least))
 
 
 def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
-    """Return two parts that have a subject in common, and one row of this subject.
+    """Return two parts that share a subject, and a row of this subject.
 
-    None if every subject is in a single part.
+    Return None if every subject is in a single part.
 
     Args:
         design: design of the data set.
-        parts: rows of each part, for all clients together.
+        parts: rows of each part at all clients.
     """
     part_of = np.full(len(design.units), -1)
     names = list(parts)

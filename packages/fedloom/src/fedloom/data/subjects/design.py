@@ -1,4 +1,4 @@
-"""Design of a data set: which rows belong together, in which order they came, and which rows are the test part."""
+"""Design of a data set: which rows belong together, in which order they came, and which rows form the test part."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
 SAMPLE_ROLES = ("subject", "order", "strata")
-"""Facts about each sample in memory. In a table, rows may also be marked as test rows."""
+"""Values that each sample in memory may have. In a table, rows may also be marked as test rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """What splits respect.
+    """Properties of the rows that splits must respect.
 
-    A subject's position in the order is that of its last row: the latest by `order`, or without `order` the last in the
-    data.
+    A subject is ordered by its last row, which is the latest by `order`, or the last in the data if there is no
+    `order`.
 
     Attributes:
-        subject: code of each row's subject, such as a patient, ``[N]`` int64. None: each row is a separate subject.
-        order: time of each row ``[N]`` float64, which is a number, or seconds since 1970 for a date. None: not known.
-        strata: code of each row's stratum ``[N]`` int64. Splits and folds preserve the shares of the strata. None:
-            there are none.
-        held_out: True for rows that are marked as test rows ``[N]``, bool. None: partitions determine the test parts.
-        names: columns for these attributes by option, such as ``{"subject": "patient_id"}``.
+        subject: code of the subject (such as a patient) of each row ``[N]`` (int64). None if each row is a subject of
+            its own.
+        order: time of each row ``[N]`` (float64), which is a number, or seconds since 1970 for a date. None if it is
+            unknown.
+        strata: code of the stratum of each row ``[N]`` (int64). Splits and folds preserve the proportions of the
+            strata. None if there are none.
+        held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if partitions choose the test parts.
+        names: columns from which these values were read, keyed by option, such as ``{"subject": "patient_id"}``.
     """
 
     subject: Tensor | None = None
@@ -43,7 +45,7 @@ class Design:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def wrong(self, rows: int) -> list[str]:
-        """Return the errors in the design of a data set with this number of rows, one sentence per error."""
+        """Return one sentence for each error in the design of a data set with this number of rows."""
         kinds = {"subject": torch.int64, "order": torch.float64, "strata": torch.int64, "held_out": torch.bool}
         sentences = []
         for name, dtype in kinds.items():
@@ -57,7 +59,7 @@ class Design:
         return sentences
 
     def digest(self) -> str:
-        """Return a digest of the design, in hexadecimal."""
+        """Return a digest of the design in hexadecimal."""
         digest = hashlib.sha256()
         for name in ("subject", "order", "strata", "held_out"):
             values = getattr(self, name)
@@ -66,14 +68,14 @@ class Design:
 
     @property
     def subject_name(self) -> str:
-        """Name of the subject column, or "subject"."""
+        """Name of the column with the subjects, or "subject" if it has none."""
         return self.names.get("subject", "subject")
 
     @cached_property
     def units(self) -> Ints:
-        """Subject of each row ``[N]``, numbered from 0 to less than N.
+        """Subject of each row ``[N]`` as a number from 0 to N - 1.
 
-        A row without a known subject is a separate subject.
+        If subjects are unknown, each row is a subject of its own.
         """
         rows = next(len(v) for v in (self.subject, self.order, self.strata, self.held_out) if v is not None)
         if self.subject is None:
@@ -81,7 +83,7 @@ class Design:
         return np.unique(self.subject.numpy(), return_inverse=True)[1].astype(np.int64)
 
     def last_rows(self, rows: Ints) -> Ints:
-        """Return the last row of each subject among some rows ``[k]``, by subject: positions ``[s]``."""
+        """Return the last row of each subject among the given rows ``[k]``, as indices ``[s]`` ordered by subject."""
         times = np.zeros(len(rows)) if self.order is None else self.order.numpy()[rows]
         ordered = rows[np.lexsort((rows, times, self.units[rows]))]
         ends = np.ones(len(ordered), bool)
@@ -90,7 +92,7 @@ class Design:
 
     @cached_property
     def tested(self) -> NDArray[np.bool_] | None:
-        """True for rows in the test part ``[N]``, which are all rows of the subjects whose last row is marked."""
+        """Mask ``[N]`` of the rows in the test part, which are all rows of subjects whose last row is marked."""
         if self.held_out is None:
             return None
         of_unit = np.zeros(len(self.units), bool)
@@ -100,25 +102,25 @@ class Design:
         return tested
 
     def count(self, rows: Ints) -> int:
-        """Return the number of subjects to which some rows belong."""
+        """Return the number of subjects to which the rows belong."""
         return len(np.unique(self.units[rows]))
 
     def counts(self, groups: Ints, rows: Ints, total: int) -> Ints:
-        """Return the number of subjects in each of ``total`` groups, ``[total]``.
+        """Return the number of subjects in each group, ``[total]``.
 
         Args:
             groups: group of each row ``[k]``.
-            rows: positions ``[k]``.
+            rows: indices of the rows ``[k]``.
             total: number of groups.
         """
         pairs = np.unique(groups.astype(np.int64) * len(self.units) + self.units[rows])
         return np.bincount(pairs // len(self.units), minlength=total)
 
     def notes(self, rows: Ints, owner: Ints) -> list[str]:
-        """Return sentences for the report: the number of subjects, and options without effect.
+        """Return notes for the report on the number of subjects and on options without effect.
 
         Args:
-            rows: positions of the clients' rows ``[k]``.
+            rows: indices of the clients' rows ``[k]``.
             owner: client of each row ``[k]``.
         """
         notes = []
@@ -150,16 +152,16 @@ class Design:
 
 
 def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | None:
-    """Return the design of samples in memory. None if no values are given.
+    """Create the design of samples in memory. Return None if no values are given.
 
     Args:
-        values: by name ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), each with
+        values: values for ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), each with
             one value per sample.
         rows: number of samples.
-        place: for messages.
+        place: location that messages name.
 
     Raises:
-        DataError: the number of values differs, values are missing, or an order contains neither numbers nor dates.
+        DataError: the number of values is wrong, values are missing, or the order is neither numbers nor dates.
     """
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:
@@ -193,5 +195,5 @@ def is_absent(value: object) -> bool:
 
 
 def count_subjects(design: Design | None, rows: Ints) -> int:
-    """Return the number of subjects to which some rows belong, or without a design the number of rows."""
+    """Return the number of subjects to which the rows belong, or the number of rows if there is no design."""
     return len(rows) if design is None else design.count(rows)

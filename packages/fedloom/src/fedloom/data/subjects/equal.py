@@ -1,9 +1,9 @@
-"""Equal rows in two parts of a split, levels that occur only in test rows, and parts with a single class."""
+"""Notes on identical rows in two parts of a split, levels that only test rows have, and parts with a single class."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
 from fedloom.data.subjects.design import Ints
 from fedloom.data.tables import Table
+from fedloom.errors import Note
 from fedloom.formats import shorten_list
 
 if TYPE_CHECKING:
@@ -18,22 +19,23 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_LEVELS = 4
 LEAST_EQUAL_ROWS = 3
-"""Smallest number of equal rows that is noted."""
+"""Minimum number of identical rows for a note."""
 CHANCE_RATIO = 10
-"""Factor by which the number of equal rows must exceed chance to be noted."""
+"""Factor by which the number of identical rows must exceed the number expected by chance for a note."""
 FINE_SHARE = 0.2
-"""Number of distinct values per row from which on a column tells rows apart."""
+"""Number of distinct values per row above which a column is considered to distinguish rows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests(NamedTuple):
-    """Samples as numbers, which are equal if samples and targets are equal.
+    """Digests of samples, which are equal if both samples and targets are equal.
 
     Attributes:
-        values: ``[N]``.
-        chance: probability that two samples are equal by chance: the product over the columns of a table, as if columns
-            were independent. It is 0 for other samples.
-        fine: True if a column has so many distinct values that dependence between columns cannot explain equal rows.
+        values: digest of each sample ``[N]``.
+        chance: probability that two samples are equal by chance. For a table, this is the product over its columns, as
+            if they were independent. For other samples, it is 0.
+        fine: True if a column has so many distinct values that dependence between columns cannot explain identical
+            rows.
     """
 
     values: NDArray[np.uint64]
@@ -42,13 +44,15 @@ class Digests(NamedTuple):
 
 
 def digests_of(data: Dataset) -> Digests:
-    """Return a digest of each sample with its target."""
+    """Return a digest of each sample and its target."""
     flat = data.x.reshape(len(data), -1).numpy()
     targets = data.y.reshape(len(data), -1).numpy().astype(np.float64)
     digest, chance, fine = np.zeros(len(data), np.uint64), 0.0, False
     if data.x.ndim == 2 and not data.vocabulary:
         chance = 1.0
         for column in (*flat.T, *targets.T):
+            if numbers_rows(column):
+                continue
             codes, rows = np.unique(column, return_inverse=True, return_counts=True)[1:]
             chance *= float(((rows / len(data)) ** 2).sum())
             fine = fine or len(rows) >= FINE_SHARE * len(data)
@@ -65,18 +69,23 @@ def digests_of(data: Dataset) -> Digests:
     return Digests(digest, 0.0, fine=True)
 
 
+def numbers_rows(column: NDArray[Any]) -> bool:
+    """Return True if a column has a different integer in every row, which cannot tell copies of a sample apart."""
+    return bool((column == np.floor(column)).all()) and len(np.unique(column)) == len(column)
+
+
 def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     digest = (digest ^ values) * HASH_MULTIPLIER
     return digest ^ (digest >> np.uint64(29))
 
 
 def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on equal samples in two parts, if there are more of them than chance would give.
+    """Return a note on samples in one part that are identical to samples in another, if there are more than by chance.
 
     Args:
-        data: data as read.
-        parts: samples of each part, for all clients together.
-        common: samples of a common test set.
+        data: data set as it was read.
+        parts: samples in each part at all clients.
+        common: samples of a common test set, or None.
     """
     if data.x.nbytes > MOST_COMPARED_BYTES or data.x.device.type != "cpu":
         return []
@@ -89,12 +98,12 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
 
 
 def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on levels of a table's columns that occur in a test part but not in training.
+    """Return notes on levels of a table's columns that occur in a test part but not in training.
 
     Args:
-        data: data as read, with levels as codes.
-        parts: samples of each part, for all clients together.
-        common: samples of a common test set.
+        data: data set as it was read, with codes for levels.
+        parts: samples in each part at all clients.
+        common: samples of a common test set, or None.
     """
     if not isinstance(data.prepare, Table) or not len(parts["train"]):
         return []
@@ -116,12 +125,12 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
 
 
 def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on parts, over all clients, that contain only one class.
+    """Return notes on parts that contain only one class over all clients.
 
     Args:
-        data: data with classes. For other data, there is no note.
-        parts: samples of each part, for all clients together.
-        common: samples of a common test set.
+        data: data set with classes. For other data, there are no notes.
+        parts: samples in each part at all clients.
+        common: samples of a common test set, or None.
     """
     if not data.classed or data.y.ndim != 1 or len(data.classes) < 2:
         return []
@@ -149,8 +158,9 @@ def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
         limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
         if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:
             where = " or ".join(f"the {other} part" for other in names[:k])
-            yield (
+            yield Note.create(
                 f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are exact copies of "
                 f"rows of {where}, so scores are too good. Leave copies out, or name the column of "
-                "the patient or person of a row in subject"
+                "the patient or person of a row in subject",
+                "parts-share-rows",
             )

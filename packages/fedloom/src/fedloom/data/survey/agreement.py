@@ -1,4 +1,4 @@
-"""Agreement: a document that people read and sign, which defines the meaning of the table columns at all sites."""
+"""Agreement on the meaning of a table's columns at all sites, as a document that people read and sign."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AGREEMENT_HEADER = (
 
 
 class AgreedColumn(Value):
-    """Feature as the document describes it."""
+    """Column in the document of an agreement."""
 
     name: str = Field(description="column name in the header")
     type: Literal["number", "level"] = Field("number", description="number: a measured value. level: one of the levels")
@@ -58,7 +58,7 @@ class AgreedColumn(Value):
 
     @property
     def column(self) -> TableColumn:
-        """Corresponding column of a table."""
+        """Column of a `Table` that corresponds to the description."""
         return TableColumn(
             name=self.name, levels=len(self.levels), names=self.levels, flag=self.missing, scale=self.scale,
             unit=self.unit, range=self.range,
@@ -66,7 +66,7 @@ class AgreedColumn(Value):
 
     @classmethod
     def create(cls, column: TableColumn) -> AgreedColumn:
-        """Return the description of a table column whose levels have names."""
+        """Return the description of a column of a `Table`."""
         names = column.names or tuple(str(k) for k in range(column.levels))
         return cls(
             name=column.name, type="level" if names else "number", unit=column.unit, levels=names, range=column.range,
@@ -75,11 +75,11 @@ class AgreedColumn(Value):
 
 
 class Agreement(Value):
-    """Columns by name, target, classes and missing markers.
+    """Agreed columns, target, classes, markers of missing cells, and minimum numbers of rows.
 
-    Tables are read with these columns in any order, and all other columns are ignored.
+    The columns of a site's table may be in any order, and all others are ignored.
 
-    Levels, classes and the features that mark missing cells are defined by the agreement, never by the file of one
+    Levels, classes and features that mark missing cells are always defined by the agreement, never by the file of one
     site.
     """
 
@@ -143,7 +143,7 @@ class Agreement(Value):
         cls, table: Table, task: Task, classes: Sequence[str], target: str | None = None, centre: float = 0.0,
         divisor: float = 1.0, event: str | None = None,
     ) -> Agreement:  # fmt: skip
-        """Return the agreement that describes a table and its target."""
+        """Create the agreement that describes a table and its target."""
         missing = tuple(text for text in table.missing if text not in MISSING_MARKERS)
         return cls(
             target=target, event=event, task=task, classes=tuple(classes), centre=centre, divisor=divisor,
@@ -152,7 +152,7 @@ class Agreement(Value):
 
     @classmethod
     def read(cls, path: Path) -> Agreement:
-        """Return the agreement stored in a TOML file.
+        """Read an agreement from a TOML file.
 
         Raises:
             ConfigError: the file does not exist, or contains an invalid value.
@@ -161,25 +161,25 @@ class Agreement(Value):
 
     @property
     def table(self) -> Table:
-        """Features as a table."""
+        """Agreed features as a `Table`."""
         missing = tuple(dict.fromkeys((*MISSING_MARKERS, *self.missing)))
         return Table(columns=tuple(c.column for c in self.column if not c.scoring), missing=missing, impute=self.impute)
 
     @property
     def levels(self) -> dict[str, tuple[str, ...]]:
-        """Levels of every column with levels, including columns that are not features."""
+        """Levels of each column that has levels, including columns that are not features."""
         return {column.name: column.levels for column in self.column if column.levels}
 
     def drop_rare_levels(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
-        """Return the agreement without levels that occur in so few rows that they could identify a person.
+        """Return the agreement without levels that are so rare that they could identify a person.
 
-        A column is removed if fewer than two levels, or less than half of its rows, would remain.
+        A column is removed if fewer than two levels, or less than half of its rows, would be left.
 
         Args:
-            counts: number of rows with each level, by column.
+            counts: number of rows for each level, keyed by column.
 
         Raises:
-            ConfigError: no column remains.
+            ConfigError: no column is left.
         """
         kept = list[AgreedColumn]()
         for column in self.column:
@@ -194,7 +194,7 @@ class Agreement(Value):
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:
-        """Render the document. Reading the text back gives the same agreement."""
+        """Return the text of the document. Reading this text yields the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
         rows = [
             {
@@ -206,13 +206,13 @@ class Agreement(Value):
         return AGREEMENT_HEADER + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
-        """Return the reasons why a site with these numbers of rows, in total and by class, may not participate.
+        """Return the reasons why a site with these numbers of rows may not participate.
 
-        A sentence each.
+        Each reason is one sentence.
 
         Args:
-            counts: number of rows by class, or number of subjects if the agreement names a subject column.
-            rows: number of rows at the site, or number of subjects.
+            counts: number of rows per class, or of subjects if the agreement names a subject column.
+            rows: number of all rows at the site, or of subjects.
         """
         sentences = []
         what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
@@ -230,7 +230,7 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """Return an agreement from the path of its document, from its keys, or from an object, or None for None.
+    """Return the agreement that is given by a path, by its keys, or as an object, or None if none is given.
 
     Raises:
         ConfigError: the agreement cannot be read.

@@ -1,4 +1,4 @@
-"""Known unit conversions, which are the only factors that a draft proposes for a column that differs between sites."""
+"""Known unit conversions, which are the only factors that a draft proposes for columns that differ between sites."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Conversion(NamedTuple):
-    """Conversion factor between two units.
+    """Conversion between two units.
 
     Attributes:
-        factor: factor by which numbers in the first unit are multiplied to convert them to the second unit.
-        units: names of both units, for people.
-        names: names of columns that have these units. None: any column.
+        factor: factor that converts numbers in the first unit to the second one.
+        units: names of both units, for messages.
+        names: pattern for names of columns that may have these units. None for any column.
     """
 
     factor: float
@@ -64,23 +64,28 @@ KNOWN_CONVERSIONS = (
     Conversion(1e6, "a step of a million, as g to ug", None),
 )  # fmt: skip
 NAMED_TOLERANCE = 1.3
-"""Largest deviation, as a ratio, between a ratio of medians and a factor of the column's units that counts as a match.
+"""Maximum factor by which a ratio of medians may differ from a conversion factor of the column's units to match it.
 
-The patients of two sites also differ: in five generated hospitals, the ratio of medians of glucose and creatinine was
-0.9 to 1.2 times the factor. The next factor of the same column is farther away.
+The patients at two sites differ, too: in five generated hospitals, the ratio of medians of glucose and creatinine was
+0.9 to 1.2 times the conversion factor. The next conversion factor for the same column is farther away.
 """
 STEP_TOLERANCE = 1.15
-"""The corresponding tolerance for powers of ten, which apply to any column. Together, the four powers cover 8 % of the
-ratios from 2 to 2 million on a logarithmic scale, so a difference without a change of units rarely matches."""
+"""Maximum factor by which a ratio of medians may differ from a power of ten to match it, in any column.
+
+Together, the four powers match 8 % of the ratios from 2 to 2 million on a logarithmic scale, so differences without a
+change of units rarely match.
+"""
 TEMPERATURE_PATTERN = re.compile(r"temp|fever|fieber|t(°|_)?[cf]$", re.IGNORECASE)
 
 
 def conversion(name: str, ratio: float) -> tuple[float, str] | None:
-    """Return the known factor that is close to a ratio of medians, and its units. None if no known factor is close.
+    """Return a known conversion factor that is close to a ratio of medians, and its units.
+
+    Return None if there is no such factor.
 
     Args:
         name: name of the column.
-        ratio: ratio of the median at other sites to the median at a site, above 0.
+        ratio: ratio of the median at other sites to the median at a site, which must be positive.
     """
     for candidate in KNOWN_CONVERSIONS:
         if candidate.names is not None and not candidate.names.search(name):
@@ -93,5 +98,5 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
 
 
 def is_fahrenheit(name: str, high: float, low: float) -> bool:
-    """Return True if two medians are the same temperature in Fahrenheit and Celsius, to within 2 degrees."""
+    """Return True if two medians are the same temperature in Fahrenheit and Celsius (within 2 degrees Fahrenheit)."""
     return bool(TEMPERATURE_PATTERN.search(name)) and abs(1.8 * low + 32 - high) <= 2

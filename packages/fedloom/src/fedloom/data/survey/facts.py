@@ -1,4 +1,4 @@
-"""Profile of one table column: the type of its cells, and whether it can serve as a feature."""
+"""Profile of a table's column: the type of its cells, and whether it is suitable as a feature."""
 
 from __future__ import annotations
 
@@ -26,38 +26,41 @@ MISSING_TOKENS = frozenset(
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "#ref!", "#num!", "#name?", "inf", "-inf"}
 )
-"""Common markers of missing cells, in lower case, in addition to a source's own markers."""
+"""Common markers of missing cells, in lower case, in addition to those of a source."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})
-"""Members of `MISSING_TOKENS` that are also levels in many tables. Only 'fedloom init' reports them."""
+"""Members of `MISSING_TOKENS` that are levels in many tables. Only 'fedloom init' reports them."""
 MAX_ODD_SHARE = 0.2
-"""Largest share of non-numeric cells in a column of numbers, if these cells have few different values. With this share,
-four of five cells are numbers, and there are at most `MOST_ODD` different words among them."""
+"""Maximum fraction of non-numeric cells in a numeric column, provided that they have few distinct values. In other
+words, at least four of five cells are numbers, and the others have at most `MOST_ODD` distinct values."""
 MOST_ODD = 4
-"""Largest number of different non-numeric cells in a column of numbers. A column with more such cells contains levels
-or texts."""
+"""Maximum number of distinct non-numeric cells in a numeric column. A column with more of them contains levels or
+texts."""
 CLEAR_ZERO_SHARE = 0.05
-"""Smallest ratio of a column's smallest nonzero number to its median from which on a zero cannot be a small value. For
-insulin, the ratio is 14 to 125."""
+"""Minimum ratio of a column's smallest nonzero number to its median for which a zero cannot be a small measurement. For
+insulin, this ratio is 14 to 125."""
 MIN_ZERO_STEPS = 5
-"""Smallest distance between 0 and the smallest nonzero number, in steps of the column's numbers.
+"""Minimum distance between 0 and the smallest nonzero number, as a multiple of the smallest difference between numbers.
 
-In a count, the distance is one step.
+In a column of counts, this distance is a single step.
 """
 MOST_ZERO = 0.6
-"""Largest share of zeros or codes in a column that may mean missing. More frequent values are regular values."""
+"""Maximum fraction of zeros or codes in a column for which they may stand for missing values. If they are more
+frequent, they are regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Questionnaire codes that mean no answer."""
+"""Codes in questionnaires that mean no answer."""
 MIN_CODE_DISTANCE = 3
-"""Smallest number of steps between such a code and the last answer."""
+"""Minimum distance between such a code and the last regular answer."""
 MAX_ANSWER_CODES = 7
-"""Largest number of codes in a question for which 9, 99 or -1 means no answer."""
+"""Maximum number of regular answers to a question for which 9, 99 or -1 may mean no answer."""
 ID_NAME_PATTERN = re.compile(
-    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|^rn$|[a-z]I[dD]$|[a-z](nummer|nr)$",
+    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|num|numero|numéro|row|rownames|rownum|obs|observation|"
+    r"record|seq|sequence|serial|counter|line|zeile|ligne|fila|linha|riga)([_\W]|$)|"
+    r"^(rn|pk|sn|s\.?no\.?|column1|spalte1|v1|#|№|n[°º]|序号|编号|番号|번호)$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
-"""Pattern of column names for row numbers and other identifiers."""
+"""Pattern of names of columns with row numbers and other identifiers."""
 NAMELESS_PATTERN = re.compile(
-    r"|unnamed(: ?\d+)?(_level_\d+)?|index|level_\d+|row\.?_?names?|(?-i:X(\.\d+)?)", re.IGNORECASE
+    r"|unnamed(: ?\d+(\.\d+)*)?(_level_\d+)?|index|level_\d+|\.\.\.1|row\.?_?names?|(?-i:X(\.\d+)*)", re.IGNORECASE
 )
 """Pattern of headers that pandas and R write for row names."""
 PERSON_NAME_PATTERN = re.compile(
@@ -65,60 +68,64 @@ PERSON_NAME_PATTERN = re.compile(
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )
-"""Pattern of column names for numbers of patients and similar units, whose rows belong together."""
+"""Pattern of names of columns that identify patients and similar units, whose rows belong together."""
 ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
-"""Names of identifiers. Other numeric columns may just as well be counts."""
+"""Pattern of names of columns that contain identifiers. The names in other patterns may also belong to columns with
+counts."""
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
-"""Pattern of names for a person's dates that do not say when a row was recorded."""
+"""Pattern of names for dates of a person (such as birth) that do not tell when a row was recorded."""
 MOST_ALONE = 0.9
-"""Largest number of different values per row for which patients count as having several rows. Above this number, the
-few repeated rows are duplicates."""
+"""Maximum ratio of distinct patients to rows for which patients are considered to have several rows. If the ratio is
+larger, the few repeated rows are considered duplicates."""
 MAX_INDEX_SPARSITY = 20
-"""Largest number of rows in the original table per remaining row of an index."""
+"""Maximum ratio of the largest number in a column to the number of rows at which the column may number the rows.
+
+The ratio is larger than 1 if rows of the original table have been removed.
+"""
 IN_STEP = 0.8
-"""Smallest share of rows whose number is the previous number plus one, for row numbers of several joined files."""
+"""Minimum fraction of rows whose number is the previous number plus one, for row numbers from several joined files."""
 MAX_UNITS = 3
-"""Largest number of units in the cells of one column."""
+"""Maximum number of different units in the cells of a column."""
 MAX_FEW_LEVELS = 20
-"""Largest number of classes that are integers, of rows at a small site, and of text levels that need no count."""
+"""Number up to which levels, classes or rows are considered few."""
 PER_LEVEL = 10
-"""Average number of rows per level of a text column with many levels."""
+"""Minimum average number of rows per level or group."""
 SCORE_BINS = 50
-"""Number of equally large groups into which a numeric column is cut to measure its predictive value."""
+"""Number of groups of equal size into which a numeric column is divided to measure how well it predicts a target."""
 SENTINEL_PATTERN = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
-"""Pattern of numbers that represent unknown values."""
+"""Pattern of numbers that often stand for unknown values."""
 MIN_SENTINEL_SHARE = 0.004
-"""Smallest share of a column's numbers from which on an extreme number counts as recurrent."""
+"""Minimum fraction of a column's numbers for which an extreme number is considered recurrent."""
 LATER_NAME_PATTERN = re.compile(
     r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
     r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
     re.IGNORECASE,
 )
-"""Pattern of names for facts that are known only after the target."""
+"""Pattern of names of columns with facts that become known only after the target."""
 
 
 SECONDS_RANGE = 946_684_800, 2_051_222_400
-"""Range of seconds since 1970 for the years 2000 to 2034."""
+"""Range of seconds since 1970 that corresponds to the years 2000 to 2034."""
 DAYS_RANGE = 10_000, 60_000
-"""Range of spreadsheet days, which are counted from 1900, for the years 1927 to 2064."""
+"""Range of days in a spreadsheet, counted from 1900, that corresponds to the years 1927 to 2064."""
 DATE_NAME_PATTERN = re.compile(
     r"(?<![a-z])(date|datum|dat|day|adm|admi\w+|visit\w*|disch\w*|dob|dod|birth\w*|geb\w*|fecha)(?![a-z])",
     re.IGNORECASE,
 )
-"""Pattern of column names for dates."""
+"""Pattern of names of columns with dates."""
 
 
 @dataclass(eq=False)
 class ColumnProfile:
-    """Profile of a column.
+    """Profile of a single column.
 
     Attributes:
         name: name in the header.
-        cells: cells ``[N]`` as text, "" for missing cells.
+        cells: cells ``[N]`` as text, which is "" for missing cells.
         kind: type of most cells.
-        odd: non-numeric cells in a column of numbers, most frequent first.
-        extremes: recurrent numbers that are far from all other numbers, such as -9 and 999. A draft counts them as
-            missing.
+        odd: non-numeric cells of a numeric column, with the most frequent first.
+        extremes: recurrent numbers that are far from all others, such as -9 and 999. A draft of an experiment treats
+            them as missing.
     """
 
     name: str
@@ -152,25 +159,25 @@ class ColumnProfile:
 
     @cached_property
     def levels(self) -> dict[str, int]:
-        """Number of rows for each different cell, most frequent first."""
+        """Number of rows for each distinct cell, with the most frequent first."""
         names, counts = np.unique(self.present.astype(str), return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return {str(names[k]): int(counts[k]) for k in order}
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """Numbers ``[N]``, with NaN for missing cells and for numbers that mean missing."""
+        """Numbers ``[N]``, which are NaN for missing cells and for numbers that stand for missing values."""
         missing = {"", *self.extremes}
         numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
         return np.array([numbers[c] for c in self.cells.tolist()])
 
     @cached_property
     def numbers(self) -> NDArray[np.float64]:
-        """Values of a numeric column that are not missing."""
+        """All values of a numeric column that are not missing."""
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
     def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
-        """Return numbers as their cells write them, and their counts."""
+        """Return the given numbers as they are written in cells, with their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
     def _counts(self) -> Counts:
@@ -179,7 +186,7 @@ class ColumnProfile:
 
     @property
     def missing(self) -> int:
-        """Number of missing cells, including non-numeric cells in a column of numbers and numbers that mean missing."""
+        """Number of missing cells, including non-numeric cells in numeric columns, and numbers for missing values."""
         missing_levels = [*self.odd, *self.extremes]
         return len(self.cells) - len(self.present) + sum(self.levels[level] for level in missing_levels)
 
@@ -195,7 +202,7 @@ class ColumnProfile:
 
     @property
     def quantity(self) -> str:
-        """Signs or unit that prevent the conversion of texts to numbers, or "" if the texts are not numbers."""
+        """Reason why texts with numbers cannot be converted (signs or units), or "" if they contain other text."""
         if self.kind != "text":
             return ""
         matches = [QUANTITY_PATTERN.fullmatch(level.strip()) for level in islice(self.levels, 10_000)]
@@ -207,17 +214,17 @@ class ColumnProfile:
 
     @property
     def doubts(self) -> list[str]:
-        """Non-numeric cells that are not a common word for missing: they may be numbers, limits, or levels."""
+        """Non-numeric cells that are not common markers of missing values, but may be numbers, limits or levels."""
         return [level for level in self.odd if level.strip().lower() not in MISSING_TOKENS]
 
     @cached_property
     def personal(self) -> str:
-        """Kind of personal information in the column, or "" for other columns."""
+        """Kind of personal information in the column, or "" if there is none."""
         return personal(self.name, self.levels, len(self.present)) if self.kind in ("text", "number") else ""
 
     @property
     def identifies(self) -> bool:
-        """True if the column identifies rows: mostly different texts, or integers that are consecutive or named so."""
+        """True if the column identifies rows: texts are mostly distinct, or it contains row numbers or identifiers."""
         n, different = len(self.present), len(self.levels)
         if self.kind == "number" and row_number(self.name, self.values):
             return True
@@ -230,9 +237,9 @@ class ColumnProfile:
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group of each row ``[N]``: its level, or one of `SCORE_BINS` groups of equal size.
+        """Group of each row ``[N]``, which is its level, or one of `SCORE_BINS` groups of equal size for numbers.
 
-        Missing cells form a group.
+        Missing cells form a group of their own.
         """
         if self.kind == "number" and len(self.levels) > SCORE_BINS:
             return binned(self.values)
@@ -240,13 +247,13 @@ class ColumnProfile:
 
 
 Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
-"""Different numbers in increasing order, and the count of each."""
+"""Distinct numbers in ascending order, and the count of each."""
 
 
 def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the group ``[N]`` of each number, one of `SCORE_BINS` groups of equal size.
+    """Return the group ``[N]`` of each number, among at most `SCORE_BINS` groups of equal size.
 
-    Missing values form a group.
+    Missing values form a group of their own.
     """
     here = int((~np.isnan(values)).sum())
     bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
@@ -255,15 +262,14 @@ def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def is_no_measurement(code: float) -> bool:
-    """Return True if a distant number is probably not a count or a time, unlike 8 siblings or the hour -1."""
+    """Return True if a distant number is probably not a count or a time (as 8 siblings or the hour -1 would be)."""
     return code <= -7 or code >= 77
 
 
 def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return the recurrent numbers at one end of a column that may represent unknown values, and their counts.
+    """Return recurrent numbers at either end of a column that may stand for unknown values, with their counts.
 
-    Such a number is farther from the other numbers than twice their interquartile range, and is the only such number on
-    its side.
+    The distance of such a number from all others is more than twice the interquartile range of the others.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     often = np.nonzero(counts >= max(3, MIN_SENTINEL_SHARE * total))[0]
@@ -284,10 +290,10 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 
 
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return the numbers that may mean missing although they are not far from the other numbers, and their counts.
+    """Return numbers that may stand for missing values although they are close to others, with their counts.
 
-    A zero is reported if the other measurements are never close to zero. A 9, 99 or -1 is reported if the other values
-    are a few consecutive codes.
+    A zero is one of them if no other measurement is close to zero. A 9, 99 or -1 is one of them if all other values are
+    a few consecutive codes.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     likely = (
@@ -316,19 +322,19 @@ def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[floa
 
 
 def is_permutation(values: NDArray[np.float64]) -> bool:
-    """Return True if numbers ``[N]`` are consecutive integers, each occurring once, in any order."""
+    """Return True if numbers ``[N]`` are consecutive integers in any order, each of which occurs once."""
     ordered = np.sort(values)  # NaN last
     return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
 
 
 def row_number(name: str, values: NDArray[np.float64]) -> bool:
-    """Return True if a column numbers the rows, so that a model could learn only the order of rows from it.
+    """Return True if a column numbers the rows, so that a model could learn nothing but their order from it.
 
-    Both the name and the numbers must indicate this: a year that increases by one is not a row number.
+    Both its name and its numbers must suggest this. For example, a year that increases by one is not a row number.
 
     Args:
         name: name in the header.
-        values: values ``[N]``, with NaN for missing cells.
+        values: values ``[N]``, which are NaN for missing cells.
     """
     n, unnamed = len(values), NAMELESS_PATTERN.fullmatch(name) is not None
     if n < 3 or not (unnamed or ID_NAME_PATTERN.search(name)) or not (values == np.floor(values)).all():
@@ -351,7 +357,7 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
 
     Args:
         name: name in the header.
-        levels: different cells.
+        levels: distinct cells.
         rows: number of rows whose cell is not missing.
     """
     named = PERSON_NAME_PATTERN.search(name) or ID_NAMES.search(name)

@@ -1,4 +1,4 @@
-"""Notes on any table: leaks, copies, row and patient numbers, and markers of missing cells."""
+"""Notes on tables: leaks, copies, numbers of rows and patients, and markers of missing cells."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.subjects.copies import near_copies
+from fedloom.data.subjects.equal import numbers_rows
 from fedloom.data.survey.facts import (
     ID_NAME_PATTERN,
     LEVELS_TOO,
@@ -28,44 +29,48 @@ from fedloom.formats import shorten_list
 from fedloom.seeds import numpy_generator
 
 MAX_SAMPLED_CELLS = 2_000_000
-"""Approximate largest number of cells of a table that are searched for leaks, in randomly drawn rows."""
+"""Approximate maximum number of a table's cells that are searched for leaks, in a random sample of rows."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
-"""Largest and smallest number of sampled rows. The largest number is enough for values with three digits, and the
-smallest for a perfect value."""
+"""Maximum and minimum number of rows in the sample. The maximum suffices to measure a value with three digits, and the
+minimum to recognize a perfect value."""
 CHANCE_MULTIPLE = 10
-"""Smallest ratio of the number of equal rows to the number expected by chance that is noted.
+"""Minimum ratio of the number of identical rows to the number expected by chance for a note.
 
-Columns that depend on each other cause more equal rows.
+It is larger than 1 because columns that depend on each other lead to more identical rows.
 """
 MIN_COPIES = 3
-"""Smallest number of equal rows that is noted."""
+"""Minimum number of identical rows for a note."""
+MAX_TIED_SHARE = 0.05
+"""Maximum share of rows with the same number in a column whose distances are used to find copies with noise."""
+MIN_NAMING_SHARE = 0.9
+"""Minimum number of different texts per row from which on a column of text identifies rows."""
 MIN_DISTINCT_SHARE = 0.2
-"""Smallest number of different values per row for a column to tell rows apart."""
+"""Minimum number of distinct values per row for which a column is considered to distinguish rows."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
     "come from one sample, this sample is in the training part and in the test part. Leave such rows "
     "out, or name the column of the patient or person of a row in subject"
 )
-"""Note on near-duplicates."""
+"""Text of the note on near-duplicates."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
-"""Largest number up to which integers are exact in double precision."""
+"""Number up to which all integers are exact in double precision."""
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
-"""Names, in lower case, for the class of rows without an outcome."""
+"""Common names, in lower case, of a class that consists of the rows without the outcome."""
 
 Floats = NDArray[np.float64]
 
 
 def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
-    """Return the reason why a column is never a feature, for a note, or "" if the column may be a feature.
+    """Return the reason why a column must not be a feature, as part of a note, or "" if it may be one.
 
-    Only columns that can do nothing but leak are left out: row numbers, and names or contact details of people.
+    This applies only to columns that can do nothing but leak: row numbers, names of people, and contact details.
     """
     if not column.names:
         if row_number(name, column.values):
             return "numbers the rows"
         whole = column.values[~np.isnan(column.values)]
-        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
+        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e3:
             return ""  # no number by which a person is reached
         levels, counts = np.unique(whole, return_counts=True)
         return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
@@ -73,7 +78,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
 
 
 def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
-    """Return the reason for a text column, given the number of rows for each cell."""
+    """Return the reason why a text column must not be a feature, given the number of rows for each cell, or ""."""
     present = sum(counts.values())
     if not present:
         return ""
@@ -89,11 +94,12 @@ def findings(
     """Yield the notes on a table.
 
     Args:
-        features: features by name.
-        outcome: the label and its event by name, each with "classification" or "regression".
-        users: client of each row. None: no column contains the client.
-        ranged: columns whose numbers are compared with an agreed range, which also reveals markers.
-        units: subject of each row ``[N]``. Rows of a subject may be similar. None: no column contains the subject.
+        features: features, keyed by name.
+        outcome: columns of the label and of its event, keyed by name, each with "classification" or "regression".
+        users: client of each row. None if no column contains the clients.
+        ranged: columns with an agreed range, which already reveals markers of missing cells.
+        units: subject of each row ``[N]``. Rows of the same subject may be similar. None if no column contains the
+            subjects.
     """
     count = len(next(iter(features.values())).values)
     if count < MAX_FEW_LEVELS:
@@ -113,14 +119,14 @@ def findings(
 
 
 def _sample(count: int, columns: int) -> NDArray[np.int64]:
-    """Return randomly drawn rows for a detailed check, in their original order."""
+    """Return a random sample of rows for a detailed check, in their original order."""
     size = min(count, MOST_SAMPLED, max(LEAST_SAMPLED, MAX_SAMPLED_CELLS // max(columns, 1)))
     drawn = numpy_generator(0, purpose="survey").permutation(count)[:size] if size < count else np.arange(count)
     return np.sort(drawn)
 
 
 def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
-    """Yield notes on a column that numbers rows or patients, or contains dates as numbers."""
+    """Yield a note if a column numbers rows or patients, or contains dates as numbers."""
     values = column.values[~np.isnan(column.values)]
     levels = np.unique(values)
     if not column.names and len(levels) and np.abs(levels).max() > MAX_EXACT_NUMBER:
@@ -151,10 +157,15 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, name it in drop"
         elif ID_NAME_PATTERN.search(name):
             yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
+    elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
+        yield (
+            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels name rows. "
+            "Name it in drop, or group its levels"
+        )
 
 
 def _are_days(levels: Floats) -> bool:
-    """Return True if all numbers are dates written with eight digits: year, month and day."""
+    """Return True if all numbers are dates with eight digits (year, month and day)."""
     if not ((levels == np.floor(levels)) & (levels >= 19000101) & (levels <= 21001231)).all():
         return False
     month, day = levels // 100 % 100, levels % 100
@@ -162,7 +173,7 @@ def _are_days(levels: Floats) -> bool:
 
 
 def _markers(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield a note on cells that may mean missing."""
+    """Yield a note on cells that may stand for missing values."""
     if column.names:
         counts = column.counts()
         marks = {repr(k): n for k, n in counts.items() if k.lower() in MISSING_TOKENS - LEVELS_TOO}
@@ -180,7 +191,7 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _classes(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield notes on a class that may mean missing, and on two classes of which the second is hardly the outcome."""
+    """Yield notes on a class that may mean missing, and on two classes of which the second is not the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:
@@ -204,9 +215,10 @@ def _classes(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
-    """Yield a note on rows that are equal in every column more often than expected by chance."""
+    """Yield a note on rows that are identical in all columns, if there are more than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
+    columns = {name: column for name, column in columns.items() if not numbers_rows(column.values)}
     for column in columns.values():
         bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
         digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)
@@ -228,7 +240,13 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
 
 
 def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
-    """Yield a note on rows that are much closer to one another than to other rows, such as augmented copies."""
-    fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
+    """Yield a note on rows that are much closer to each other than to other rows, such as augmented copies."""
+    fine = [v for v in numbers if not np.isnan(v).any() and _is_fine(v) and not numbers_rows(v)][:8]
     if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
         yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")
+
+
+def _is_fine(values: Floats) -> bool:
+    """Return True if few rows share a number, such as a zero or a limit of detection, which makes them close."""
+    each = np.unique(values, return_counts=True)[1]
+    return len(each) >= 0.5 * len(values) and int(each.max()) <= max(MIN_COPIES, MAX_TIED_SHARE * len(values))

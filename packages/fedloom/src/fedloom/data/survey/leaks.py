@@ -1,4 +1,4 @@
-"""Ways in which columns leak an outcome: alone, by their order, for one class, at one client, or by missing cells."""
+"""Columns that leak an outcome: alone, by their order, for one class, at one client, or by missing cells."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from numpy.typing import NDArray
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
 
 LEAK_SHARE = 0.995
-"""Smallest AUROC or R2 from which on a single column counts as leaking the target, as facts recorded afterwards do."""
+"""Minimum AUROC or R2 at which a single column is considered to leak the target, like a fact that was recorded after
+it."""
 LEAST_CLIENT_ROWS = 20
-"""Smallest number of rows at a client for comparing missing cells with classes."""
+"""Minimum number of rows at a client for a comparison of missing cells with classes."""
 MAX_CHECKED_CLIENTS = 50
 LEAST_ORDERED_ROWS = 100
-"""Smallest number of rows for which non-overlapping groups of a target are not explained by a design, such as steps of
-a load in a test of few parts."""
+"""Minimum number of rows for which groups with non-overlapping targets are considered a leak. With fewer rows, they may
+be due to the design of an experiment, such as load steps in a test of a few parts."""
 LEAST_CLIENTS = 4
-"""Smallest number of clients for which equal means are not due to chance."""
+"""Minimum number of clients for which equal means cannot be due to chance."""
 EQUAL_SHARE = 1 - 1e-9
-"""Squared correlation above which two numbers by client are equal up to a unit: means of float64 numbers have relative
-differences of about 1e-15, and columns that are merely similar differ by much more than 1e-9."""
+"""Squared correlation above which two numbers per client are considered equal up to their unit: means of float64
+numbers have relative differences of about 1e-15, while columns that are merely similar differ by much more than
+1e-9."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 class ReadColumn(NamedTuple):
-    """Column as the reader provides it.
+    """Column in the form in which a table is read.
 
     Attributes:
-        values: numbers ``[N]``, or codes of levels. NaN where missing.
-        names: names of the levels. None for numbers.
+        values: numbers ``[N]``, or codes of levels. Missing values are NaN.
+        names: names of the levels. It is empty if the column is numeric.
     """
 
     values: Floats
     names: tuple[str, ...] = ()
 
     def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows, in the form that `fedloom.data.by_site.score` needs."""
+        """Return the groups and the numbers of some rows as arguments of `fedloom.data.by_site.score`."""
         part = self.values[rows]
         if self.names:
             return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
@@ -58,15 +60,15 @@ class ReadColumn(NamedTuple):
 def leaks(
     features: Mapping[str, ReadColumn], of: str, target: ReadColumn, task: str, users: ReadColumn | None, rows: Ints
 ) -> Iterator[str]:
-    """Yield notes on columns that leak an outcome.
+    """Yield notes on features that leak an outcome.
 
     Args:
-        features: features by name.
+        features: features, keyed by name.
         of: name of the outcome.
         target: column of the outcome.
         task: "classification" or "regression".
-        users: client of each row. None: no column contains the client.
-        rows: rows to check.
+        users: client of each row. None if no column contains the clients.
+        rows: indices of the rows to check.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
 
@@ -95,7 +97,7 @@ def leaks(
 
 
 def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
-    """Return how a column determines the target as a step function, such as groups of it, or "" if it does not."""
+    """Return how a column determines the target as a step function, or "" if it does not."""
     x = column.values[rows]
     here = ~np.isnan(x) & ~np.isnan(y)
     x, y = x[here], y[here]
@@ -113,7 +115,7 @@ def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
 
 
 def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
-    """Return the class that exactly matches the rows with one of two levels, or "" if no class matches."""
+    """Return how a column with two levels exactly marks one class, or "" if it does not."""
     here = ~np.isnan(x) & ~np.isnan(y)
     levels = np.unique(x[here])
     if len(levels) != 2:
@@ -129,7 +131,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
 def _find_client_leaks(
     name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
 ) -> Iterator[str]:
-    """Yield notes on leaks of an outcome at a single client, and on features that equal its mean by client."""
+    """Yield notes on a feature that leaks an outcome at a single client, or that equals its mean per client."""
     x, y, owner = column.values[rows], target.values[rows], users.values[rows]
     clients = np.unique(owner[~np.isnan(owner)])
     if not 2 <= len(clients) <= MAX_CHECKED_CLIENTS:

@@ -1,4 +1,4 @@
-"""Columns with names of people, contact details, or text about people, detected by column name and by cells."""
+"""Detection of columns with names of people, contact details or text about people, by column name and cells."""
 
 from __future__ import annotations
 
@@ -9,24 +9,28 @@ from collections.abc import Mapping
 from fedloom.data.tables import is_number
 
 MIN_PATTERN_CELLS = 10
-"""Smallest number of cells for which the pattern is checked. With fewer cells, most of them may differ by chance."""
+"""Minimum number of cells for checking a pattern. With fewer cells, most of them could be distinct by chance."""
 MIN_PATTERN_SHARE = 0.8
-"""Smallest share of a column's cells that must match a pattern. Real columns also contain remarks and typing errors."""
+"""Minimum fraction of a column's cells that must match a pattern. It is less than 1 because real columns also contain
+remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
-"""Smallest share of different cells at which text cannot be a category: two rows per level on average."""
+"""Minimum fraction of distinct cells for which text cannot be a category, since a level would have two rows on
+average."""
 MIN_REPEATED_CELLS = 20
-"""Smallest number of different cells that are checked although they repeat, like the cells of a patient with several
+"""Minimum number of distinct cells for checking a column although its cells repeat, as for patients with several
 visits."""
+MIN_NAMES = 3
+"""Smallest number of different given names in a column of names. Two may be the names of two groups."""
 MIN_GIVEN_NAME_SHARE = 0.3
-"""Smallest share of different cells with a given name. Chosen: a column of names reaches it although rare names are not
-listed, and columns of places and products contain few given names."""
+"""Minimum fraction of distinct cells that contain a given name. The value was chosen so that columns of names reach it
+although rare names are not listed, while columns of places and products contain few given names."""
 MAX_PATTERN_CELLS = 2000
-"""Largest number of different cells whose pattern is checked. With 2,000 cells, a share is known to within 2.2 points
-(95 %)."""
+"""Maximum number of distinct cells that are compared with a pattern. For 2,000 cells, a fraction is known to within 2.2
+percentage points (with 95 % confidence)."""
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text that lists names."""
+    """Return the set of words in a text."""
     return frozenset(text.split())
 
 
@@ -37,26 +41,31 @@ NAME_COLUMNS = words(
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
     "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름 الاسم שם"
 )
-"""Column names for names of people, in lower case, without spaces and accents."""
+"""Names of columns with names of people, in lower case and without spaces and accents."""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
-"""Column names that may stand for names of people, depending on the cells."""
+"""Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
-    "mobilenumber cellphone handy handynummer fax whatsapp puhelin телефон 电话 電話",
+    "mobilenumber cellphone handy handynummer fax whatsapp puhelin contact contactnumber kontakt kontaktnummer "
+    "rufnummer contacto contatto celular cellulare телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
-    "indirizzo endereco calle rue adress adresa postcode postalcode zipcode plz codepostal адрес 地址 住所",
-    "insurance or identity numbers": "ssn socialsecuritynumber socialsecurityno insurancenumber insuranceid "
+    "indirizzo endereco calle rue adress adresa адрес 地址 住所",
+    "postal codes": "postcode postalcode zip zipcode plz postleitzahl codepostal codigopostal codicepostale postnummer "
+    "postinumero індекс 邮编 郵便番号",
+    "insurance or identity numbers": "ssn socialsecurity socialsecuritynumber socialsecurityno sin nino nric cnic cnp "
+    "egn oib jmbg insurancenumber insuranceid "
     "insuranceno healthcardnumber medicarenumber medicareid medicalrecordnumber "
     "nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer versichertennr versnr "
     "krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn pesel personnummer "
-    "henkilotunnus ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
+    "henkilotunnus fodselsnummer sozialversicherungsnummer svnummer rodnecislo tckimlik mynumber "
+    "ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
     "passport passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс "
     "身份证",
 }
-"""Names of columns with contact details or identifiers of people."""
+"""Words in the names of columns with contact details or identifiers of people, keyed by kind."""
 IDENTITY_KINDS = frozenset({"insurance or identity numbers", "phone or identity numbers"})
-"""Results of `personal` for a column whose number belongs to one person, so that equal numbers are one person."""
+"""Results of `personal` for numbers that identify a person, so that rows with the same number belong to one person."""
 WEB_PATTERN = re.compile(r"(https?://|www\.)\S+|(\d{1,3}\.){3}\d{1,3}", re.IGNORECASE)
 EMAIL_PATTERN = re.compile(r"([^@]*<)?[^@\s]+@[^@\s]+\.[^@\s]+>?")
 GIVEN_NAMES = words(
@@ -72,26 +81,36 @@ GIVEN_NAMES = words(
     "maria carmen ana isabel lucia elena giuseppe giovanni marco francesco luca giulia paolo joao piotr tomasz "
     "katarzyna agnieszka ivan sergei dmitri olga natalia иван сергей александр пётр дмитрий анна мария елена ольга "
     "mohammed mohamed muhammad ahmed ali fatima aisha hassan omar محمد أحمد علي فاطمة حسن priya rahul amit wei li ming "
-    "hiroshi yuki kenji mehmet ayşe mustafa"
+    "hiroshi yuki kenji mehmet ayşe mustafa "
+    "anke bernd heiko holger torsten thorsten silke ralf detlef ines katrin kerstin sigrid gudrun jörg dirk anja tanja "
+    "lukas leon finn emil mia lina lea jonas felix julia lisa sophie marc luc camille chloe hugo louis sofia aurora "
+    "alessandro chiara matteo davide elif emre zeynep murat burak cem selin hülya fatma orhan stanisław małgorzata "
+    "krystyna wojciech jerzy zbigniew magdalena jakub petr pavel jana tomas lucie ondrej zoltan laszlo eva katalin "
+    "bogdan mihai andrei ioana nikos giorgos eleni dimitris γιώργος μαρία νίκος ελένη δημήτρης yusuf ibrahim khadija "
+    "mariam khalid layla يوسف مريم خالد ليلى david moshe sarah rachel yosef דוד שרה משה רחל יוסף "
+    "anil sunil sunita deepak pooja sanjay lakshmi thabo sipho lerato nomsa amara kwame "
+    "chidi ngozi adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid "
+    "mikael anders björn johan emma noah liam mason ethan"
 )
-"""Frequent given names, in lower case. A column needs only a share of them (`MIN_GIVEN_NAME_SHARE`)."""
+"""Common given names, in lower case. Only a fraction of a column's cells must contain one (`MIN_GIVEN_NAME_SHARE`)."""
 TITLE_PATTERN = re.compile(
     r"(?i:dra?|prof|mrs?|ms|miss|herr|frau|mme|mlle|sra?|srta|dott(\.?ssa)?|pani?|hr|fr)\b\.?,?\s*"
-    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*"
+    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*|[^\W\d_a-z][^\d,]*,\s*(M\.?D|R\.?N|D\.?O|Ph\.?D|N\.?P)\.?"
 )
-"""Pattern of the name of a person after a title."""
+"""Pattern of a person's name with a title."""
 LONE_NAME_COLUMNS = words(
     "first last given family nom 氏 名 姓 mother father parent spouse partner guardian doctor physician nurse surgeon "
-    "consultant gp arzt hausarzt medecin mutter vater"
+    "consultant attending referrer prescriber therapist midwife gp arzt hausarzt zuweiser chirurg medico medecin "
+    "infirmier enfermera mutter vater врач 医生 医師"
 )
-"""Names of columns with names of people, if every cell consists of words with a capital."""
+"""Names of columns that hold people's names, provided that every cell consists of capitalized words."""
 LONE_NAME_PATTERN = re.compile(r"([^\W\d_a-z]([^\W\d_]|[.'\u2019\-])+[ ,]*){1,4}")
 STREET_WORD_PATTERN = re.compile(
     r"(stra(ß|ss)e|str\.|weg|platz|gasse|allee|ring|laan|straat|gatan)\b|\b(street|st|road|rd|avenue|ave|lane|drive|way|"
     r"rue|via|calle|ul|ulica|boulevard|blvd|piazza|плошадь|улица|ул)\b",
     re.IGNORECASE,
 )
-"""Pattern of a word that streets contain."""
+"""Pattern of words that occur in street addresses."""
 FREE_TEXT_COLUMNS = words(
     "note notes comment comments remark remarks freetext bemerkung bemerkungen kommentar notiz notizen anmerkung "
     "anamnese freitext remarque remarques commentaire observaciones comentario comentarios osservazioni uwagi opmerking"
@@ -106,27 +125,27 @@ IDENTITY_PATTERN = re.compile(
     r"|\+\d[\d ()/.\-]{7,}\d|\(\d{2,5}\) ?\d[\d -]{4,}\d"  # a phone
     r"|\d{6}[-+A]\d{3,4}[A-Z]?|[A-Z]{2} ?\d{6} ?[A-D]|[A-Z]{6}\d{2}[A-Z]\d{2}[A-Z]\d{3}[A-Z]"
 )
-"""Pattern of numbers of a person, an account or a phone in a form that no measurement has."""
+"""Pattern of identity, account and phone numbers in a format that measurements do not have."""
 PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
-"""Pattern of signs that distinguish a phone or insurance number from a measurement."""
+"""Pattern of signs that distinguish phone or insurance numbers from measurements."""
 MIN_PHONE_DIGITS = 7
-"""Smallest number of digits of a phone number. Years such as 1889-90 and days such as 10/22-25 have fewer digits."""
+"""Minimum number of digits in a phone number. Years such as 1889-90 and days such as 10/22-25 have fewer digits."""
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
-"""Pattern of a person's name: at least two words that consist of letters only, the first capitalized."""
+"""Pattern of a person's full name: at least two words that consist of letters, the first of which is capitalized."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
-"""Pattern of a street with a number, in either order."""
+"""Pattern of a street and a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Smallest number of different texts without digits, per text, from which on numbers with words may be addresses
-instead of sizes or labels."""
+"""Minimum fraction of texts that remain distinct when digits are removed, at which texts with numbers may be addresses
+and not sizes or labels."""
 MIN_SENTENCE_WORDS = 4
-"""Smallest number of words for a cell to count as a sentence instead of the name of a level."""
+"""Minimum number of words for which a cell is considered a sentence and not the name of a level."""
 
 
 def plain_name(name: str) -> str:
-    """Return a column's name in lower case, without accents, spaces and signs.
+    """Return the name of a column in lower case, without accents, spaces and signs.
 
     >>> plain_name("First_Name"), plain_name("Prénom"), plain_name("E-Mail")
     ('firstname', 'prenom', 'email')
@@ -136,14 +155,14 @@ def plain_name(name: str) -> str:
 
 
 def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
-    """Return the type of personal information in a column, as part of a sentence, or "" if there is none.
+    """Return the kind of personal information in a column, as part of a sentence, or "" if there is none.
 
     Args:
         name: name of the column.
-        cells: number of rows for each different cell that is not missing.
+        cells: number of rows for each distinct cell that is not missing.
         rows: number of rows whose cell is not missing.
     """
-    texts = [cell.strip() for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
+    texts = [_letters(cell.strip()) for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
         return ""
     plain, parts = plain_name(name), name_words(name)
@@ -155,10 +174,11 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return ""
     if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
-    if text and len(texts) >= MIN_PATTERN_CELLS and (kind := _find_names(texts)):
+    lone = bool(parts & LONE_NAME_COLUMNS) or plain in POSSIBLE_NAME_WORDS
+    if text and len(texts) >= (MIN_NAMES if lone else MIN_PATTERN_CELLS) and (kind := _find_names(texts)):
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
-    many = mostly or len(cells) >= (MIN_PATTERN_CELLS if parts & LONE_NAME_COLUMNS else MIN_REPEATED_CELLS)
+    many = mostly or len(cells) >= (MIN_PATTERN_CELLS if lone else MIN_REPEATED_CELLS)
     for what, listed in CONTACT_WORDS.items():
         if many and parts & {*listed.split()} and _reaches(what, texts, text):
             return what
@@ -167,7 +187,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
             return "addresses of the web"
         if _share(IDENTITY_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "phone or identity numbers"
-        if parts & LONE_NAME_COLUMNS and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        if lone and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "names of people"
         if sum(bool(STREET_PATTERN.fullmatch(t) and STREET_WORD_PATTERN.search(t)) for t in texts) >= (
             MIN_PATTERN_SHARE * len(texts)
@@ -202,7 +222,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
 
 
 def name_words(name: str) -> frozenset[str]:
-    """Return the words of a column's name, and every two or three neighbors joined, as `plain_name` writes them.
+    """Return the words in the name of a column, and two or three joined neighbors, each as in `plain_name`.
 
     >>> sorted(name_words("patientLastName2"))
     ['last', 'lastname', 'name', 'patient', 'patientlast', 'patientlastname']
@@ -213,12 +233,17 @@ def name_words(name: str) -> frozenset[str]:
 
 
 def _find_names(texts: list[str]) -> str:
-    """Return "names of people" if cells are names after a title, or if many contain a given name, or ""."""
+    """Return "names of people" if cells are names after a title, or if enough contain a given name, or else ""."""
     if _share(TITLE_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "names of people"
     short = [{*re.findall(r"[^\W\d_]+", t.casefold())} for t in texts if len(t.split()) <= MIN_SENTENCE_WORDS]
     named = sum(bool(each & GIVEN_NAMES) for each in short)
-    return "names of people" if named >= max(MIN_GIVEN_NAME_SHARE * len(texts), 3) else ""
+    return "names of people" if named >= max(MIN_GIVEN_NAME_SHARE * len(texts), MIN_NAMES) else ""
+
+
+def _letters(text: str) -> str:
+    """Return a text without the marks that follow letters, which patterns of letters do not match."""
+    return "".join(c for c in unicodedata.normalize("NFKC", text) if not unicodedata.category(c).startswith("M"))
 
 
 def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
@@ -226,18 +251,22 @@ def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
 
 
 def _vary(texts: list[str]) -> bool:
-    """Return True if texts still differ without their digits, as street addresses do.
+    """Return True if texts still differ after removal of their digits, as street addresses do.
 
-    ``12 months`` and ``Sample 12`` do not differ.
+    Texts such as ``12 months`` and ``13 months`` do not.
     """
     words = {"".join(c for c in t if not c.isdigit()) for t in texts}
     return len(words) >= MIN_WORD_SHARE * len(texts)
 
 
 def _reaches(what: str, texts: list[str], text: bool) -> bool:
-    """Return True if the cells fit the meaning of the column's name, unlike cells with yes and no, or with counts."""
+    """Return True if the cells may contain what the column's name suggests, unlike cells with yes and no or counts."""
     if what == "addresses":
         return text
+    if what == "postal codes":
+        return sum(3 <= sum(c.isdigit() for c in t) <= 9 and len(t) <= 10 for t in texts) >= MIN_PATTERN_SHARE * len(
+            texts
+        )
     if what == "email addresses":
         return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
     return sum(

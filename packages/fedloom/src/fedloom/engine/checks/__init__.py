@@ -1,1 +1,1 @@
-"""Checks of a run before its first round: impossible combinations, and notes."""
+"""Checks before the first round: they reject impossible combinations and collect notes."""

@@ -1,4 +1,4 @@
-"""Defaults for which a federation is too small: the run uses the nearest value that works, and adds a note."""
+"""Adjustment of defaults that do not work with few clients. The nearest valid value is used, and a note is added."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ V = TypeVar("V", bound=Value)
 
 
 def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Return the setting with defaults that work for n clients, and a note on each changed default.
+    """Return the setting with defaults that work for ``n`` clients, and a note on each changed default.
 
-    Options that the user has set are not changed. If they are impossible, the checks reject them.
+    Options that the user has set are not changed. If they are impossible, other checks reject them.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -39,7 +39,7 @@ def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
 
 
 def _notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
-    """Return one sentence per changed field of a part."""
+    """Return one sentence for each field of a part of the setting whose value changed."""
     if old is None or new is None:
         return []
     weak = ", so the rule withstands no attacker"

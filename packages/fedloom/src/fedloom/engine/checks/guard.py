@@ -1,4 +1,4 @@
-"""Protects a run from code that only observes it: callbacks, listeners and trackers."""
+"""Protection of a run from errors in code that only observes it: callbacks, listeners and trackers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ GUARD_LOG = logging.getLogger("fedloom")
 
 
 class Guard:
-    """Calls functions whose failure does not end the run. The first failure of each function is logged as a warning.
+    """Caller of functions whose errors must not end the run. The first failure of each function is logged as a warning.
 
-    `RunStopped` ends the run. An error that is not an `Exception`, such as KeyboardInterrupt, ends it too.
+    Only `RunStopped`, and errors that are not an `Exception` (such as KeyboardInterrupt), end the run. All other errors
+    are caught.
 
     Attributes:
-        warnings: the sentences.
+        warnings: all warnings so far, in order.
     """
 
     def __init__(self) -> None:
@@ -25,15 +26,15 @@ class Guard:
         self._failed = set[int]()
 
     def call(self, what: str, function: Callable[..., object], *arguments: Any) -> object:
-        """Return the result of a function, or None if it fails.
+        """Call a function and return its result, or None if it raises an error.
 
         Args:
-            what: role of the function, e.g. ``"callback"``.
+            what: role of the function in a warning, e.g. ``"callback"``.
             function: function to call.
-            arguments: its arguments.
+            arguments: arguments to pass to the function.
 
         Raises:
-            RunStopped: the function requests that the run end.
+            RunStopped: the function asks to end the run.
         """
         try:
             return function(*arguments)
@@ -47,6 +48,6 @@ class Guard:
             return None
 
     def warn(self, sentence: str) -> None:
-        """Log a sentence and store it."""
+        """Log a warning and add it to `warnings`."""
         self.warnings.append(sentence)
         GUARD_LOG.warning("%s", sentence)

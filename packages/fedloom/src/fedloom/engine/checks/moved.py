@@ -1,4 +1,4 @@
-"""Keys that have become analyses: the error for a new file with such a key, and the new form of recorded documents."""
+"""Former keys that are now analyses: the error for new files that use them, and the conversion of old documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ _MOVED_KEYS = {
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
-"""Kinds of analyses by the table and key that selected them before."""
+"""Kinds of analyses, keyed by the table and the key that used to select them."""
 _MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
-"""Option of the analysis that now contains the value of a key."""
+"""New option names in the analysis, for keys whose value moved to an option with a different name."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of a sentence about a key that has become an analysis. The text is empty for all other keys."""
+    """Return the end of an error message that explains how to replace a key by an analysis.
+
+    The text is empty if the key has not become an analysis.
+    """
     kind = MOVED_KEYS.get((table, key))
     if kind is None:
         return ""
@@ -30,10 +33,10 @@ def find_moved_key(table: str, key: str, value: object) -> str:
 
 
 def check_moved(table: str, options: object) -> None:
-    """Raise if a table contains a key that has become an analysis.
+    """Raise an error if a table contains a key that has become an analysis.
 
     Raises:
-        ConfigError: the table contains such a key. The message shows the new form.
+        ConfigError: the table contains such a key. The message shows how to write the analysis instead.
     """
     for key, value in options.items() if isinstance(options, Mapping) else ():
         if cure := find_moved_key(table, str(key), value):
@@ -41,9 +44,10 @@ def check_moved(table: str, options: object) -> None:
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded document of an experiment with its analyses in their current form.
+    """Return a recorded experiment document in which keys that became analyses are written as analyses.
 
-    Documents of runs, records and studies are read this way. A new file with an old key is rejected.
+    Recorded documents of runs, records and studies are converted in this way. An old key in a new file is rejected
+    instead.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -76,34 +80,35 @@ def _literal(value: object) -> str:
 
 
 def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded document of an experiment with the current names of its keys, values and analyses.
+    """Return a recorded experiment document with the current names of its keys, values and analyses.
 
-    Documents of run directories, records and held-out federations are read this way. A new file with an old name is
-    rejected.
+    Recorded documents of run directories, records and held-out federations are converted in this way. An old name in a
+    new file is rejected instead.
     """
     return _translate(move_analyses(document), "", back=False)
 
 
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Return a document, or its table at ``place``, with the original names of its keys and values.
+    """Return a document, or its table called ``place``, with the original names of its keys and values.
 
-    Digests of records and fingerprints of checkpoints use this form, so they stay valid after a renaming.
+    Digests of records and fingerprints of checkpoints are computed from this form, so renaming a key does not
+    invalidate them.
     """
     return _translate(document, place, back=True)
 
 
 def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys with the original names of keys and values (see `restore_document`)."""
+    """Return dotted keys and their values with the original names (see `restore_document`)."""
     return _translate_dotted(numbers, back=True)
 
 
 def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded dotted keys with the current names of keys and values."""
+    """Return recorded dotted keys and their values with the current names."""
     return _translate_dotted(numbers, back=False)
 
 
 def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
-    """Translate a table and its subtables to the current names, or back to the original names."""
+    """Translate a table and its subtables to the current names, or back to the original names if ``back`` is set."""
     kind = table.get("kind", table.get("source"))
     kinds = RENAMED_VALUES.get((place, "kind"), {})
     names = {**RENAMED_KEYS.get(place, {}), **RENAMED_KEYS.get(f"{place} {kinds.get(str(kind), kind)}", {})}
@@ -120,7 +125,7 @@ def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str,
 
 
 def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
-    """Translate the value of a key: a table, a list of tables, dotted keys, or a renamed value."""
+    """Translate the value of a key: a table, a list of tables, a dict of dotted keys, or a renamed value."""
     inner = _place_of(place, name)
     if isinstance(value, Mapping):
         if (place, name) == ("method", "choose"):
@@ -158,16 +163,16 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
 
 
 def _place_of(place: str, name: str) -> str | None:
-    """Return the location of the tables that a key contains.
+    """Return the location under which keys of the tables inside a key are listed in `RENAMED_KEYS`.
 
-    None if the names of keys in these tables never changed.
+    Return None if no key of these tables was ever renamed.
     """
-    if place in ("", "method", "grid") and name in _TABLES:
+    if place in ("", "method", "grid") and name in _TABLE_NAMES:
         return name
     if (place, name) == ("analysis", "rules"):
         return "rules"
     return place if place == "partition" and name in ("base", "first_partition", "second_partition") else None
 
 
-_TABLES = {"grid", "method", *(place.partition(" ")[0] for place in RENAMED_KEYS)} - {""}
-"""Tables of a document in which keys were renamed."""
+_TABLE_NAMES = {"grid", "method", *(place.partition(" ")[0] for place in RENAMED_KEYS)} - {""}
+"""Tables of an experiment document that contain renamed keys."""

@@ -1,40 +1,51 @@
-"""Notes on settings without effect, and on known weaknesses of a run."""
+"""Notes on settings that have no effect, and on known weaknesses of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
+import torch
 from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, SharesWeigher, UniformWeigher
 from fedloom.choose.shares import uses_clusters
 from fedloom.engine.setting import Setting
+from fedloom.errors import attribute_error
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
 from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import Classification
 from fedloom.values import kind_of
+
+UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
+GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
+
+UNSEEDED_DRAWS = 4
+"""Number of equal calls of a user's sampler, whose cohorts may be equal by chance."""
 
 
 def notes_of(
     setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
 ) -> list[str]:
-    """Collect the notes on a run before its first round.
+    """Collect notes on a run before its first round.
 
     Args:
         setting: setting of the run, with presets resolved.
-        oracle: the local problems.
+        oracle: local problems of the clients.
         server: the server's state before the first round.
         ctx: context of all clients, before the first round.
-        fewest: smallest number of clients in a round. None if this number depends on the draws.
+        fewest: smallest number of clients in any round. None if this number depends on random draws.
         attackers: ids of the attackers ``[b]``.
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
+    notes += _unseeded_sampler(sampler, ctx)
     notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
@@ -45,8 +56,25 @@ def notes_of(
     return notes
 
 
+def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
+    """Note a user's sampler that draws other clients in two equal calls."""
+    if sampler.probes or type(sampler).__module__.startswith("fedloom."):
+        return []
+    cohorts = list[list[int]]()
+    for _ in range(UNSEEDED_DRAWS):
+        one, seeded = deepcopy(sampler), as_global(generator(0, purpose="probe"), torch.device("cpu"))
+        with attribute_error("sampler", sampler, "round 1"), seeded:
+            cohorts.append(one.apply(one.init(ctx), None, ctx._replace(round=1))[0].tolist())
+    if all(cohort == cohorts[0] for cohort in cohorts):
+        return []
+    return [
+        f"sampler {type(sampler).__name__} draws different clients in equal calls, for example from its own "
+        f"generator. {UNSEEDED_CURE}"
+    ]
+
+
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack that has no attackers or no effect, and an attack that leaves no client to evaluate."""
+    """Note an attack without attackers, an attack on all clients, and an attack that has no effect."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -63,7 +91,7 @@ def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
 
 
 def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """Note a trusted client that attacks or may be absent."""
+    """Note that a trusted client is an attacker, or that it may be absent from a round."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
@@ -73,7 +101,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note a rule on the sums of all clients, if the server uses a larger part of their change than the cohort's."""
+    """Note that with absent clients, the server moves further than the aggregation rule's result for all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -87,7 +115,7 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Note shares or a weigher that the mean does not use."""
+    """Note client weights or aggregation weights that have no effect on the average of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -130,7 +158,7 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note the statistics of normalization layers, which are not parameters."""
+    """Note how the statistics of normalization layers are treated, since they are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -152,7 +180,7 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """Note a model that ends with a softmax, if the loss applies a softmax to the outputs."""
+    """Note that the model ends with a softmax although the loss already applies one."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
@@ -160,7 +188,7 @@ def _softmax_twice(oracle: Network) -> list[str]:
 
 
 def _note_changed_values(oracle: Network) -> list[str]:
-    """Note buffers, attributes and parameters that a forward pass changes."""
+    """Note that a forward pass changes buffers, attributes or parameters, or draws random numbers without the seed."""
     notes = []
     if oracle.moved:
         notes.append(
@@ -173,6 +201,23 @@ def _note_changed_values(oracle: Network) -> list[str]:
             "the model draws random numbers that do not depend on the seed, for example from its own "
             "torch.Generator. Results differ between equal runs and with the number of workers. Draw "
             "from the global generator of torch, numpy or random, which every step seeds"
+        )
+    notes += [
+        f"{function} returns different values in equal calls, for example because it draws from its own generator or "
+        "counts its calls. Results differ between equal runs and with the number of workers. Draw from the global "
+        "generator of torch, numpy or random, which every step seeds"
+        for function in oracle.unseeded
+    ]
+    if oracle.mixes_samples:
+        notes.append(
+            "the model's outputs for a sample depend on the other samples of its batch, for example because "
+            "an operation runs over the axis of the samples. Predictions then depend on which samples are "
+            "predicted together. Use another axis, such as dim=1"
+        )
+    if oracle.unregistered:
+        notes.append(
+            f"the model holds layers or parameters in plain lists or dicts ({_shorten_names(oracle.unregistered)}), "
+            "which are neither trained nor sent nor saved. Use torch.nn.ModuleList, ModuleDict or ParameterList"
         )
     if reason := loop_reason(oracle.module, oracle.fed):
         notes.append(
@@ -193,7 +238,7 @@ def _shorten_names(names: Sequence[str]) -> str:
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """Note that a client drawn twice counts only once in stored and accumulating fields, if there are such fields."""
+    """Note that a client that is drawn twice counts only once in fields that the server stores or accumulates."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
@@ -204,7 +249,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """Note options that have no effect because of another option."""
+    """Note options that have no effect because of the value of another option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -232,12 +277,12 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """Return a sentence about keys without effect."""
+    """Return a sentence which says that these keys have no effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """Note that a mean over all clients moves little if most clients are absent and count with their last upload."""
+    """Note that the global model moves slowly if most clients are absent and the server reuses their last uploads."""
     if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Rejections: combinations of parts that do not work together."""
+"""Rejection of combinations of parts that do not work together."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
 _WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
-"""Message whose last sentence says what to do."""
-_DOTTED = re.compile(r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?")
+"""Pattern of a message that ends with advice: the reason, followed by the fix."""
+_DOTTED_KEY_PATTERN = re.compile(
+    r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?"
+)
 
 
 @contextmanager
 def ruled(rule: str) -> Iterator[None]:
-    """Add a rule to the errors of a part's own check, and use the end of their message as the fix.
+    """Add a rule to errors raised inside the block, and use the last sentence of their message as the fix.
 
     Raises:
-        ConfigError: error of the part, with the rule.
+        ConfigError: the block raised this error, which now names the rule.
     """
     try:
         yield
@@ -39,20 +41,20 @@ def ruled(rule: str) -> Iterator[None]:
         if not error.rule:
             sentence = _WITH_FIX.fullmatch(str(error))
             why, cure = (sentence["why"], sentence["fix"]) if sentence else ("", str(error))
-            error.rule, error.fix = rule, _DOTTED.sub(lambda match: f"{{{match[0]}}}", cure)
+            error.rule, error.fix = rule, _DOTTED_KEY_PATTERN.sub(lambda match: f"{{{match[0]}}}", cure)
             error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
         raise
 
 
 NOT_EVALUATED = "trained, but not evaluated because there is no test row"
-"""End of a message for a run without a test part."""
+"""Last part of a message about a run without a test part."""
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
-    """Raise if a plug-in reads models but the method uploads something else.
+    """Raise an error if a weigher or sampler reads clients' models but the method does not upload whole models.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     name = primary_field(type(method)) if upload else ""
     if not upload or (getattr(upload, name).shape[1] == d and upload_fields(type(method))[name].carries == "model"):
@@ -74,10 +76,12 @@ def check_together(
     aggregator: Aggregator | None = None,
     channel: Channel | None = None,
 ) -> None:
-    """Raise if the parts of a run cannot be combined. The kinds of the upload's fields determine what can be combined.
+    """Raise an error if the parts of a run cannot be combined.
+
+    The kinds of the method's upload fields determine which parts can be combined.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     name = type(algorithm).__name__
     kinds = upload_fields(type(algorithm)).values()
@@ -165,10 +169,10 @@ def check_together(
 
 
 def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
-    """Raise if a mixer is used and clients cannot use their own models in place of the server's model.
+    """Raise an error if clients of this method cannot use mixed models in place of the server's model.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     name, what = type(algorithm).__name__, f"personalized_aggregation {mixer.kind!r}"
     kinds = upload_fields(type(algorithm))
@@ -222,10 +226,10 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
 
 
 def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
-    """Raise if a mixer is used and the server's download ``down`` is not a single model.
+    """Raise an error if a mixer is used but the server's download ``down`` is not a single model.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     if down[0].shape != (d,):
         width = down[0].shape[-1]
@@ -239,10 +243,10 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
 
 
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
-    """Raise if a sampler needs something that the method lacks, or makes the weigher's weights wrong.
+    """Raise an error if the method lacks what a sampler needs, or if a sampler makes the weigher's weights invalid.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     name = type(algorithm).__name__
     if sampler.learns and not upload_fields(type(algorithm)):
@@ -261,10 +265,10 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
 
 
 def check_attack(setting: Setting) -> None:
-    """Raise if an attack forges activations although nothing uses activations to describe clients.
+    """Raise an error if an attack forges activations, but no part of the run uses activations to describe clients.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     attack = setting.attack
     if (
@@ -281,31 +285,33 @@ def check_attack(setting: Setting) -> None:
 
 
 def check_early_stop(setting: Setting, fed: Federation) -> None:
-    """Raise if early stopping uses a part that is empty or is not evaluated.
+    """Raise an error if the part of the data that early stopping watches is empty or not evaluated.
 
     Raises:
-        ConfigError: the part is missing. The message states the reason.
+        ConfigError: the part is empty or not evaluated. The message states the reason.
     """
     rule = setting.early_stop
     if rule is None:
         return
     if rule.part not in setting.evaluate.parts:
         raise Refused(
-            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part. Add "
-            "the part to evaluate.parts"
+            f"early_stop watches the {rule.part} part, but evaluate.parts does not contain this part",
+            rule="early-stop-part",
+            fix=f"set {{evaluate.parts = {[*setting.evaluate.parts, rule.part]}}}",
         )
     if not int(fed.sizes(rule.part).sum()):
         raise Refused(
-            f"early_stop watches the {rule.part} part, but no client has samples in this part. Set "
-            "partition.validation, such as validation = 0.2, or early_stop.part = 'train'"
+            f"early_stop watches the {rule.part} part, but no client has samples in this part",
+            rule="early-stop-part-empty",
+            fix="set {early_stop.part = 'train'}, or a larger {partition.validation}",
         )
 
 
 def check_root(aggregator: Aggregator | None, n: int) -> None:
-    """Raise if a rule trusts a client that does not exist.
+    """Raise an error if an aggregation rule trusts a client that does not exist.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the trusted client does not exist. The message states the reason.
     """
     if isinstance(aggregator, FLTrust) and aggregator.root >= n:
         raise Refused(
@@ -316,9 +322,11 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Raise if a run would evaluate nothing although nobody asked for that. Return a note if the user asked for it.
+    """Raise an error if a run would evaluate nothing although the user did not ask for this.
 
-    A test part is empty on purpose if the partition has ``test = 0``, or if the clients were passed without test rows.
+    If the user did ask for it, return a note.
+
+    An empty test part is intended if the partition has ``test = 0``, or if the clients were passed without test rows.
 
     Raises:
         ConfigError: no client has a test row.
@@ -329,14 +337,18 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
     if fed.partition and fed.partition.get("test", 1.0) != 0:
         raise Refused(
             f"no client has a test row (the training parts have {int(fed.sizes('train').sum())} "
-            "rows), so nothing would be evaluated. Use fewer clients or a larger test fraction. To "
-            "train without a test part, set test = 0 in the partition"
+            "rows), so nothing would be evaluated",
+            rule="test-part-empty",
+            fix="set {partition.test = 0} to train without a test part, or use fewer clients or a larger test fraction",
         )
     return [NOT_EVALUATED]
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-    """Check the states that `Algorithm.init` returns. User code may return a different type."""
+    """Return the states from `Algorithm.init` after checking their types and shapes.
+
+    The check is needed because user code may return anything.
+    """
     name = type(method).__name__
     states: Any = method.init(x0, ctx)
     if type(states) is not tuple or len(states) != 3:

@@ -1,4 +1,4 @@
-"""Rehearsal: plays the draws of all rounds and one client before round 1, to find errors of later rounds."""
+"""Rehearsal of a run before round 1, which finds errors that would otherwise appear only in later rounds."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from fedloom.models.parts import penultimate
 from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
-"""Largest number of clients times rounds that are drawn to check the cohorts. For a longer run, only the first rounds
-are checked."""
+"""Maximum number of client draws (clients times rounds) in the check of the cohorts. If a run has more, only its first
+rounds are checked."""
 
 Start = tuple[Fields, Fields, Fields | None]
-"""States, before round 1, of the server, of a client, and of the rows that the server stores for a client."""
+"""States before round 1: of the server, of a client, and of the fields that the server stores for a client."""
 
 
 def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
-    """Draw the cohort of every round, and raise if a cohort is too small for the rule or the schedule.
+    """Draw the cohort of every round, and raise an error if one is too small for the aggregation rule or the schedule.
 
-    The draws are those of the run itself, because they depend only on its seed. A sampler that learns from uploads
-    draws as if it had learned nothing. If a sampler queries clients, all its cohorts have the same size.
+    The cohorts are those of the run itself, because they depend only on its seed. A sampler that learns from uploads
+    draws as if it had not learned anything yet. A sampler that queries clients is not checked, because all its cohorts
+    have the same size.
 
     Args:
         setting: setting of the run, with presets resolved.
         ctx: context of all clients, before round 1.
-        silent: mask of clients whose devices never answer ``[n]``, bool. None without devices.
+        silent: bool mask ``[n]`` of the clients whose devices never answer. None if the run simulates no devices.
 
     Raises:
-        ConfigError: a cohort is too small. The message states the rule, the round and the number of clients.
+        ConfigError: a cohort is too small. The message states the requirement that fails, the round and the number of
+            clients.
     """
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
@@ -73,7 +75,7 @@ def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
 
 
 def _may_fail(setting: Setting, n: int) -> bool:
-    """Return True if the rule may reject a cohort of this sampler."""
+    """Return True if the aggregation rule may reject a cohort of this sampler."""
     rule, fewest = setting.aggregator, setting.sampler.smallest(n)
     assert rule is not None
     return fewest is None or (fewest < n and rule.needs_client)
@@ -86,7 +88,7 @@ def _draws_of(sampler: Sampler, ctx: Ctx) -> object:
 
 
 def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> None:
-    """Raise if a round waits for a client whose device never answers."""
+    """Raise an error if a round waits for more clients than have devices that answer."""
     schedule, lost = setting.schedule, cohort[silent[cohort]].tolist()
     enough = schedule.enough(len(cohort)) if isinstance(schedule, OverSelection) else len(cohort)
     if len(cohort) - len(lost) < enough:
@@ -98,18 +100,19 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
 
 
 def check_times(problem: JobFacts, start: Start) -> None:
-    """Raise if no client meets a deadline or timeout: to measure this, the fastest client trains its first round.
+    """Train the fastest client for one round, and raise an error if no client meets the deadline or timeout.
 
-    A client takes at least the time for its work on its device, for its upload, and for the latency of two messages.
-    Times of absence only add to this time. The work of clients with fewer samples is assumed to be proportionally
-    shorter.
+    A client needs at least the time for training on its device, for its upload, and for the latency of two messages.
+    Periods of absence can only add to this time. Clients with fewer samples are assumed to need proportionally less
+    training time.
 
     Args:
         problem: the run.
         start: states before round 1.
 
     Raises:
-        ConfigError: no client meets the limit. The message states the time in seconds that the fastest client takes.
+        ConfigError: no client meets the deadline or timeout. The message states how many seconds the fastest client
+            needs.
     """
     schedule, fleet = problem.setting.schedule, problem.fleet
     deadline = schedule if isinstance(schedule, Deadline) else None
@@ -142,7 +145,7 @@ def check_times(problem: JobFacts, start: Start) -> None:
 
 
 def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Raise if a run needs a head, layers below it, or classes that do not exist: one client takes a step to check.
+    """Let one client take a step, and raise an error if the model or the data lack a head, layers or classes.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -151,7 +154,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
         start: states before round 1.
 
     Raises:
-        ConfigError: the method, the shares or the weigher need something that the model or the data lack.
+        ConfigError: the method, the client weights or the weigher need something that the model or the data lack.
     """
     module, method, data = oracle.module, setting.method, oracle.fed.data
     try:
@@ -178,7 +181,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
 
 
 def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let the first client take a step and answer in two rounds: a method may use results of the first round."""
+    """Let one client take a step in each of two rounds, because a method may use results of the previous round."""
     method, one = setting.method, ctx._replace(m=1, ids=ctx.ids[:1])
     for round in (1, 2):
         work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
@@ -196,14 +199,14 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
 
 
 def rehearse(problem: JobFacts, start: Start) -> None:
-    """Find errors that a round of this run would meet, before round 1.
+    """Find errors before round 1 that would otherwise occur in a later round.
 
     Args:
         problem: the run.
         start: states before round 1.
 
     Raises:
-        ConfigError: a cohort is too small for the rule or the schedule, or no client meets a limit.
+        ConfigError: a cohort is too small for the aggregation rule or the schedule, or no client meets a time limit.
     """
     silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
     if problem.replay.cohorts is None:

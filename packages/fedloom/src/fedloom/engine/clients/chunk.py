@@ -1,4 +1,4 @@
-"""One chunk of a cohort: download, local training, upload, and storage of the accepted rows."""
+"""Processing of one chunk of a cohort: download, local training, upload, and storage of accepted client states."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 
 
 class ClientState(NamedTuple):
-    """State that the clients of a chunk keep if their uploads are accepted.
+    """New state of a chunk's clients, which is stored only if their uploads are accepted.
 
     Attributes:
-        rows: rows of the method ``[m, .]``.
-        residue: parts of differences that the channel has not sent. None without a channel.
-        optimizer: optimizer states. None if they are not stored.
+        rows: client states of the method ``[m, .]``.
+        residue: parts of the differences that the channel has not sent yet. None without a channel.
+        optimizer: states of the local optimizers. None if they are not stored.
     """
 
     rows: Fields
@@ -32,7 +32,7 @@ class ClientState(NamedTuple):
     optimizer: Fields | None = None
 
     def write(self, job: Job, ids: Tensor) -> None:
-        """Store the state of the clients ``ids [m]``."""
+        """Store the state for the clients ``ids [m]``."""
         for name, store in job.state_stores.items():
             rows = getattr(self, name)
             if rows is not None:
@@ -40,18 +40,18 @@ class ClientState(NamedTuple):
 
 
 class ClientOutput(NamedTuple):
-    """Messages of a chunk's clients, and the state that these clients keep if the messages are accepted.
+    """Messages of a chunk's clients, and the new state that is stored if the messages are accepted.
 
     Attributes:
         upload: upload after the channel has transformed it.
-        state: the clients' new state. It contains only the state that is stored on this side.
-        work: numbers of backward samples, forward samples and steps ``[m, 3]``.
-        weigher_answer: answers ``[m, k]`` to the weigher's query, if the weigher has a query.
-        sampler_report: clients' reports ``[m, k]`` to the sampler, if they report.
-        model: primary field that was sent, as absolute models ``[m, d]``, if the server's side reads it.
-        trained: local models ``[m, .]`` contained in the upload, if attackers read them.
-        sent: upload as it is encoded, if the encoded upload contains the change from the received model instead of an
-            absolute model.
+        state: new state of the clients. It contains only the states that are stored on this side (server or client).
+        work: number of backward samples, forward samples and steps of each client ``[m, 3]``.
+        weigher_answer: answers ``[m, k]`` to the weigher's query, or None if it sends no query.
+        sampler_report: reports ``[m, k]`` to the sampler, or None if clients report nothing.
+        model: the sent primary field as absolute models ``[m, d]``, or None if the server does not need it.
+        trained: local models ``[m, .]`` contained in the upload, or None if no attacker reads them.
+        sent: upload as it is encoded, if the message contains the change from the received model instead of an absolute
+            model.
     """
 
     upload: Fields
@@ -65,7 +65,7 @@ class ClientOutput(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Download of a chunk's clients, their rows, and their work."""
+    """Inputs of a chunk's clients: their download, their stored states, and their training work."""
 
     down: Fields
     rows: Fields
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
 
 
 def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ChunkResult:
-    """Train a chunk of honest clients, and store the state of clients whose uploads are accepted.
+    """Train a chunk of honest clients, and store the states of clients whose uploads are accepted.
 
     Raises:
         ClientError: the method's code failed.
@@ -83,12 +83,12 @@ def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Chun
 
 
 class Computed(NamedTuple):
-    """Results of a chunk's clients before the server uses them.
+    """Results of a chunk's clients before the server processes them.
 
     Attributes:
-        down: the clients' download.
-        output: the clients' messages and new state.
-        counts: work and traffic ``[m, 7]`` (see `COUNTS`).
+        down: download of the clients.
+        output: messages and new states of the clients.
+        counts: work and traffic ``[m, 7]`` (see `CLIENT_COUNTS`).
     """
 
     down: Fields
@@ -97,7 +97,7 @@ class Computed(NamedTuple):
 
 
 def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Computed:
-    """Train a chunk of honest clients. Nothing is stored.
+    """Train a chunk of honest clients without storing anything. The server processes the results later.
 
     Raises:
         ClientError: the method's code failed.
@@ -107,7 +107,10 @@ def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Co
 
 
 def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output: ClientOutput) -> Computed:
-    """Count the work and traffic of a chunk's output. ``server`` contains the ranks of matrices."""
+    """Count the work and traffic of a chunk's output, and return all three together.
+
+    ``server`` contains the ranks of low-rank matrices.
+    """
     rows = (output.weigher_answer, output.sampler_report)
     width = sum(answer.shape[1] for answer in rows if answer is not None)
     sent = output.sent or output.upload
@@ -117,12 +120,12 @@ def computed(job: Job, server: Fields | None, ids: Tensor, down: Fields, output:
 
 
 def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
-    """Train clients, collect their answers, and pass their uploads through the channel. Nothing is stored.
+    """Train clients, collect their answers to queries, and pass their uploads through the channel. Nothing is stored.
 
     Args:
         job: the run.
-        down: the clients' download.
-        task: the clients.
+        down: download of the clients.
+        task: clients to train.
 
     Raises:
         ClientError: the method's code failed.
@@ -133,16 +136,16 @@ def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
 
 
 def inputs_of(job: Job, down: Fields, task: TrainTask) -> Inputs:
-    """Return the inputs of a chunk's clients, with their download on the device."""
+    """Return the inputs of a chunk's clients."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
     return Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
 
 def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
-    """Run the method's client step and return the upload and the new rows.
+    """Run the method's client step, and return the upload and the new client states.
 
     Raises:
-        ClientError: the method's code failed, or returned something else.
+        ClientError: the method's code failed, or its result does not have the declared form.
     """
     try:
         returned = job.algorithm.client(inputs.down, inputs.rows, work)
@@ -157,7 +160,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
 
 
 def _fault(job: Job, inputs: Inputs, returned: object) -> str:
-    """Return a sentence on how the result of a client step differs from its declaration, or "" if it does not."""
+    """Return a sentence that describes how the result of a client step is malformed, or "" if it is valid."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
     up, new = returned
@@ -175,7 +178,7 @@ def _fault(job: Job, inputs: Inputs, returned: object) -> str:
 
 
 def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientOutput:
-    """Answer the weigher and the sampler, and apply the channel."""
+    """Collect the clients' answers to the weigher and the sampler, and apply the channel to the upload."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
     answer = report = model = residue = sent = None
@@ -208,7 +211,7 @@ def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientO
 
 
 def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
-    """Decode the local models ``[m, .]`` in uploads, as attackers see them."""
+    """Decode the local models ``[m, .]`` from uploads, as attackers see them."""
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         return job.algorithm.decode(down, rows, upload, work.uncounted())
@@ -218,7 +221,7 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     """Return the clients' optimizer states after training, or None if they are not stored.
 
     Raises:
-        ConfigError: the method calls `descend` in a way in which it did not in its first round.
+        ConfigError: the method calls `descend` with a stream that it did not use in its first round.
     """
     if work.memory is None or job.memory is None:
         return None
@@ -241,16 +244,16 @@ def accept(
     counts: Tensor | None = None,
     applied: Fields | None = None,
 ) -> ChunkResult:
-    """Check a chunk's uploads on the server's side, sum them, and store the accepted state.
+    """Check the uploads of a chunk on the server's side, sum them, and store the states of accepted clients.
 
     Args:
         job: the run.
         server: the server's state.
-        task: the clients.
-        down: the clients' download.
-        output: the clients' messages.
-        counts: work and traffic of the clients ``[m, 7]``. They may be unknown.
-        applied: uploads adapted to the current server state. None: as sent.
+        task: clients that were trained.
+        down: download of the clients.
+        output: messages and new states of the clients.
+        counts: work and traffic of the clients ``[m, 7]``. None to count them here.
+        applied: uploads after adapting them to the current state of the server. None to use the uploads as sent.
     """
     upload = output.upload
     counts = computed(job, server, task.ids, down, output).counts if counts is None else counts
@@ -284,7 +287,7 @@ def accept(
 
 
 def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Generator]) -> tuple[Fields, Fields]:
-    """Apply the channel to a client's upload, and return it with the new residue."""
+    """Apply the channel to the uploads, and return the result and the new residue."""
     assert job.setting.upload_transform is not None
     update = job.messages.update(upload)
     state = to_device(residue, upload[0].device)[0] if residue else None
@@ -293,7 +296,7 @@ def apply_channel(job: Job, upload: Fields, residue: Fields, noise: Sequence[Gen
 
 
 def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
-    """Query a chunk of clients about the global model."""
+    """Query a chunk of clients about the global model, and return their answers."""
     work, model = job.work(task.round, task.ids), model.to(job.oracle.device)
     if task.describes:
         answer = described(model, work, job.setting.attack, job.attackers)
@@ -304,7 +307,10 @@ def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
 
 
 def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
-    """Return the cost of a query ``[m, 7]`` (`COUNTS`): model down, answer ``[m, k]`` up, and ``work [m, 3]``."""
+    """Return the cost ``[m, 7]`` of a query, in the order of `CLIENT_COUNTS`.
+
+    The cost consists of the download of the model, the upload of the answer ``[m, k]``, and the ``work [m, 3]``.
+    """
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
 
@@ -315,7 +321,7 @@ def work_counts(work: Work) -> Tensor:
 
 
 def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()) -> Tensor:
-    """Return a mask ``[m]`` of the rows that are finite, with norms of at most ``bound`` and nonnegative weights."""
+    """Return a mask ``[m]`` of the clients with finite values, norms of at most ``bound`` and nonnegative weights."""
     norms = [torch.linalg.vector_norm(f, dim=1) for f in fields]
     if not norms:
         return torch.ones(m, dtype=torch.bool)

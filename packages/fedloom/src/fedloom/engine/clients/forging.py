@@ -1,10 +1,12 @@
-"""Attackers: uploads that are forged after the honest clients of a cohort have trained."""
+"""Attackers that forge their uploads after the honest clients of the cohort have trained."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from fedloom.algorithms._messages import with_model
+from fedloom.algorithms._messages import replace_model
 from fedloom.engine.clients.chunk import ClientOutput, Inputs, accept, client_step, decoded, inputs_of, output_of
 from fedloom.engine.job import Job
 from fedloom.errors import attribute_error
@@ -14,23 +16,24 @@ from fedloom.rows.attacks import Forgery
 
 
 def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Return a cohort's uploads, including the forged uploads of its attackers (see `forged`)."""
+    """Forge the uploads of a cohort's attackers (see `forged`), and let the server process them."""
     received, output = forged(job, down, task, honest, m)
     return accept(job, server, task, received, output)
 
 
 def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
-    """Return the forged uploads of a cohort's attackers, computed from their downloads.
+    """Return the attackers' downloads and their forged uploads.
 
-    The attack produces models, and the method encodes them (`Algorithm.encode`), so that a model has the same effect on
-    the server in whatever form a method sends it.
+    The attack produces models, and the method encodes these models (`Algorithm.encode`), so that a forged model has the
+    same effect on the server, no matter in which form the method sends models.
 
     Args:
-        job: run of the server.
+        job: the run as the server knows it.
         down: download of the cohort.
-        task: what the attackers do in this round.
-        honest: models ``[h, d]`` of the honest clients, for attackers that see them. None if h is 0.
-        m: number of clients in the cohort.
+        task: attackers of the cohort, and their training in this round.
+        honest: models ``[h, d]`` of the honest clients, for attacks that can see them. None if there are no such
+            models.
+        m: number of clients in the cohort, attackers included.
     """
     assert isinstance(job.setting.attack, Forgery)
     inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
@@ -44,19 +47,20 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     received = job.algorithm.received(inputs.down, trained).expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with attribute_error("attack", job.setting.attack, f"round {task.round}"):
-        models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
-        if models.shape != absolute.shape:
-            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")
+        models: Any = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
+        if not isinstance(models, Tensor) or models.shape != absolute.shape or not models.is_floating_point():
+            got = f"{models.dtype} {[*models.shape]}" if hasattr(models, "dtype") else type(models).__name__
+            raise ValueError(f"forge must return models {[*absolute.shape]} as a tensor of floats, got {got}")
     upload, rows = encoded(job, inputs, models, idle)
     return inputs.down, output_of(job, inputs, upload, rows)
 
 
 def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
-    """Return the upload and the rows of clients whose training ended at ``models [m, .]``.
+    """Return the upload and the new states of clients whose training ended at the models ``models [m, .]``.
 
-    ``idle`` is the upload of these clients if they take no step.
+    ``idle`` contains the upload and the states that these clients return without taking a step.
     """
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):
         message = job.algorithm.encode(models, down, rows, work.uncounted())
-    return with_model(type(job.algorithm), idle, models, down, rows) if message is None else message
+    return replace_model(type(job.algorithm), idle, models, down, rows) if message is None else message

@@ -1,4 +1,4 @@
-"""Messages: how a method's downloads and uploads are written, both for a simulation's counts and at real sites."""
+"""Encoding of a method's downloads and uploads, both for counting bytes in a simulation and for real sites."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 
 UPDATE_FIELD = "update"
-"""Name of everything that passes through the channel, which is written as a single field."""
+"""Name of the single field in which all values that pass through the channel are sent."""
 
 
 class Letter(NamedTuple):
-    """A message, and how it is written.
+    """A message and the codec that encodes it.
 
     Attributes:
-        codec: codec that writes the message.
-        values: fields ``[m, .]``, or ``[.]`` if all clients receive the same values.
-        ranks: ranks of the matrices. None if they are unknown.
+        codec: codec that encodes the message.
+        values: fields of shape ``[m, .]``, or ``[.]`` if all clients receive the same values.
+        ranks: ranks of low-rank matrices. None if they are unknown.
     """
 
     codec: Codec
@@ -37,9 +37,9 @@ class Letter(NamedTuple):
     ranks: Mapping[str, Any] = {}
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Return the number of bytes per client, ``[m]`` or ``[1]``, and the number as papers count it.
+        """Return the number of bytes per client (``[m]`` or ``[1]``), and this number as papers count it.
 
-        If there is nothing to send, there is no message.
+        Both are 0 if there is nothing to send.
         """
         if not self.values:
             return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
@@ -50,24 +50,25 @@ class Letter(NamedTuple):
         return self.codec.encode({name: value.reshape(-1) for name, value in self.values.items()}, self.ranks)
 
     def decode(self, message: bytes) -> dict[str, Tensor]:
-        """Decode one client's message into tensors of these shapes.
+        """Decode one client's message into tensors with the shapes of `values`.
 
         Raises:
-            WireError: the bytes are not a message of this kind.
+            WireError: the bytes are not a message of this form.
         """
         fields = self.codec.decode(message)
         return {name: fields[name].view(like.shape) for name, like in self.values.items()}
 
 
 class Messages:
-    """Messages of a method.
+    """Encodings of all messages of a method.
 
     Args:
         algorithm: the method.
         layout: layout of the method's models.
-        device: device on which uploads are computed.
-        channel: channel through which uploads pass, or None.
-        mixed: True if a mixer sends every client a different model, whose form is unknown.
+        device: device on which the uploads are computed.
+        channel: channel that uploads pass through, or None.
+        mixed: True if a mixer sends a different model to every client, so that the method's own encoding does not
+            apply.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Messages:
 
     @cached_property
     def masks(self) -> Mapping[str, Tensor]:
-        """Coordinates that are sent, for the upload fields that send only a part."""
+        """Masks of the sent coordinates, for upload fields of which only a part is sent."""
         return self._masks({name: kind.part for name, kind in self._kinds.items()})
 
     @cached_property
@@ -100,9 +101,10 @@ class Messages:
         return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
 
     def down(self, message: Fields, server: Fields | None) -> Letter:
-        """Return the encoding of a download.
+        """Return a download together with its codec.
 
-        ``server`` contains the ranks of the download's matrices. Without it, the ranks are measured.
+        ``server`` contains the ranks of the download's low-rank matrices. If ``server`` is None, the ranks are computed
+        from the matrices.
         """
         ranks = {
             name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))
@@ -112,59 +114,59 @@ class Messages:
         return self._letter("down", message._asdict(), ranks)
 
     def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
-        """Return the encoding of an upload: the channel's output as a single field, and answers ``[m, k]``."""
+        """Return an upload and its answers ``[m, k]``, with the channel's output as a single field, and the codec."""
         values = message._asdict()
         if self._channel is not None and message:
             values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE_FIELD: self.update(message)}
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> Letter:
-        """Return the encoding of any other field."""
+        """Return a message with a single field, for messages that are neither downloads nor uploads."""
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
-        """Return True if a download's field arrives completely and bit for bit."""
+        """Return True if a download's field is sent completely and without loss."""
         sent = self._sent["down"].get(field, Sent())
         return sent.part is None and sent.encoding == "dense"
 
     @cached_property
     def changed(self) -> str:
-        """Return the absolute upload field that the channel receives as a change from the received model, or "".
+        """Name of the absolute upload field that the channel processes as a change from the received model, or "".
 
-        Whatever the method uploads, the channel clips a change, adds noise scaled to its norm, or compresses it.
+        This way, the channel always clips, compresses or adds noise to a change, no matter what the method uploads.
         """
         absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
         return "" if self._channel is None else next(absolute, "")
 
     @property
     def sends_change(self) -> bool:
-        """The message contains the change instead of the absolute field, because the compressor determines its form."""
+        """True if the message contains a change instead of the absolute field, because the channel is a compressor."""
         return bool(self.changed) and self._channel is not None and self._channel.remembers
 
     @property
     def tracks(self) -> bool:
-        """True if compression applies to the change since the client's last upload, which both server and client store.
+        """True if compression is applied to the change since the client's last upload, which both sides store.
 
-        Parts that were omitted before are then contained in the next change (EF21: Richtarik, Sokolov and Fatkhullin,
-        NeurIPS 2021, arXiv:2106.05203, Algorithm 1), and nothing is omitted once uploads converge.
+        Parts that compression omits are then contained in the next change (EF21: Richtarik, Sokolov and Fatkhullin,
+        NeurIPS 2021, arXiv:2106.05203, Algorithm 1), so nothing is omitted once the uploads converge.
         """
         return self.sends_change and self._kinds[self.changed].keeps
 
     def change(self, up: Fields, base: Tensor) -> Fields:
-        """Replace the absolute model in an upload by its change from the base ``[d]`` or ``[m, d]``."""
+        """Replace the absolute model in an upload by its difference from ``base``, of shape ``[d]`` or ``[m, d]``."""
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
-        """Invert `change`."""
+        """Return the upload from which `change` subtracted ``base``."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
-        """Return the input of the channel ``[m, D]``: the coordinates of all fields that are sent, side by side."""
+        """Return the channel's input ``[m, D]``, which concatenates the sent coordinates of all its fields."""
         pieces = {name: getattr(up, name) for name in self._through}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
     def replace_update(self, up: Fields, update: Tensor) -> Fields:
-        """Replace the values of `update` in an upload."""
+        """Replace the values returned by `update` in an upload."""
         fields = {name: getattr(up, name) for name in self._through}
         widths = [int(self.masks[n].sum()) if n in self.masks else f.shape[1] for n, f in fields.items()]
         for (name, old), new in zip(fields.items(), update.split(widths, 1), strict=True):
@@ -190,9 +192,9 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Return the upload fields that pass through a channel: all fields except exact fields.
+    """Return the upload fields that pass through a channel, which are all fields except those that must stay exact.
 
-    A compressor receives only the model and the differences.
+    A compressor processes only the model and the fields that are differences.
     """
     if channel is None:
         return []
@@ -201,20 +203,20 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
-    """Return the upload of a client that takes no step. All fields have their full widths."""
+    """Return the upload of a client that takes no training step. All fields have their full widths."""
     weight = ctx.weight[:1].to(oracle.device)
     return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], weight, ctx.local).idle())
 
 
 def first_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work) -> Fields:
-    """Return the first client's upload in a first round. Nothing is stored."""
+    """Return the upload that the first client would send in a first round. Nothing is stored."""
     return first_step(method, start, ctx, work)[2]
 
 
 def first_step(
     method: Algorithm, start: tuple[Fields, Fields, Fields | None], ctx: Ctx, work: Work
 ) -> tuple[Fields, Fields, Fields]:
-    """Return the first client's download, new state and upload in a first round. Nothing is stored."""
+    """Return the download, new state and upload of the first client in a first round. Nothing is stored."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     place, count = work.oracle.device, ctx.n if method.mixes_all else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,14 @@ from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.seeds import generator
 
 TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test"}
-"""Parts of a federation that contain copies of another part's samples with the trigger of a backdoor."""
+"""Names of additional data parts, which contain copies of a part's samples with the trigger of a backdoor."""
 
 
 def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
-    """Replace the attackers' training labels, or their samples and labels. Evaluation data stay unchanged."""
+    """Return the federation with poisoned training data of the attackers: changed labels, or samples with a trigger.
+
+    Evaluation data stay unchanged.
+    """
     if isinstance(attack, Backdoor):
         x, y, label = fed.data.x.clone(), fed.data.y.clone(), attack.label(fed.data.classes)
         for i in attackers.tolist():
@@ -30,16 +34,26 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
     for i in attackers.tolist():
         index = fed.indices("train", i)
         labels = y[index].cpu()
-        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        with attribute_error("attack", attack, "poison"):
+            wrong: Any = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+            if not isinstance(wrong, Tensor) or wrong.dtype != torch.int64 or wrong.shape != labels.shape:
+                got = f"{wrong.dtype} {[*wrong.shape]}" if hasattr(wrong, "dtype") else type(wrong).__name__
+                raise ValueError(f"poison must return a tensor {[*labels.shape]} of torch.int64, got {got}")
+            if len(wrong) and (int(wrong.min()) < 0 or int(wrong.max()) >= classes):
+                raise ValueError(
+                    f"labels must be from 0 to {classes - 1}, got {int(wrong.min())} to {int(wrong.max())}"
+                )
         y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
     return replace(fed, data=replace(fed.data, y=y))
 
 
 def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
-    """Add the parts in `TRIGGERED_PARTS`. These parts contain no samples of the target class.
+    """Return the federation with the additional parts in `TRIGGERED_PARTS`.
+
+    These parts contain no samples of the target class.
 
     Raises:
-        ConfigError: the task has no classes, or the data lack the class or columns.
+        ConfigError: the task has no classes, or the data lack the target class or the columns of the trigger.
     """
     data, parts = fed.data, dict(fed.parts)
     if data.labels is None or data.vocabulary:
@@ -62,7 +76,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
 
 
 def _stamped(fed: Federation, attack: Backdoor, index: Tensor, owner: Tensor) -> Tensor:
-    """Return the samples at `index` ``[k]`` of clients `owner` ``[k]``, with the trigger added, in stored form."""
+    """Return stored copies of the samples `index` ``[k]`` of the clients `owner` ``[k]`` with the trigger added."""
     data, fitted = fed.data, fed.data.fitted
     with attribute_error("attack", attack, "stamp"):
         if fitted is not None:

@@ -1,4 +1,4 @@
-"""Regroup: finds clusters of clients again between rounds, and applies the new shares."""
+"""Clustering of clients that is repeated between rounds, and the new client weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fedloom.values import kind_of
 
 
 def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
-    """Find the clusters again if the round starts with this step.
+    """Cluster the clients again if this is due before the next round.
 
-    All clients train the global model for one round and send their activations, as before round 1. The new clusters may
-    change the clients' shares. Sums by shares at the server are then recomputed with the new shares: sums of stored
-    rows, and sums of accumulated uploads. The new shares affect the server's model from its next step on.
+    The clients send their activations under the global model, as they do before round 1. The new clusters may change
+    the clients' weights. Weighted sums that the server keeps (over stored or accumulated uploads) are then recomputed
+    with the new weights. The new weights affect the server's model from its next step on.
 
     Returns:
-        The run with its current shares, and the state from which the round continues.
+        The run with the current client weights, and the state from which it continues.
 
     Raises:
         RunStopped: the activations are not finite.
@@ -61,15 +61,15 @@ def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
 
 
 def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
-    """Raise if the method, the schedule or the accounting of noise does not support shares by clusters.
+    """Raise an error if the method, the schedule or the privacy accounting does not support weights by clusters.
 
     Args:
         setting: setting of the run, with presets resolved.
         server: the server's state before the first round.
-        ctx: all clients.
+        ctx: context of all clients.
 
     Raises:
-        ConfigError: the combination is impossible. The message states the reason.
+        ConfigError: the parts cannot be combined. The message states the reason.
     """
     method, schedule, aggregator, weights = (
         setting.method,

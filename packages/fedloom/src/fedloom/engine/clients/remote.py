@@ -1,4 +1,4 @@
-"""Clients on other machines that receive messages: the sites of a deployment, and the nodes of a Flower app."""
+"""Clients on other machines that communicate by messages: the sites of a deployment, and the nodes of a Flower app."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ T = TypeVar("T")
 
 
 class RemoteClients(ABC):
-    """Clients that receive messages (see `fedloom.processes.clients.Clients`). Each client is a chunk.
+    """Clients on other machines, with the interface of `fedloom.processes.clients.Clients`.
 
-    A subclass sends the requests: `train_each`, `ask_each` and `score_each`. Their results omit clients without a
-    usable reply.
+    Each client is a chunk of its own.
+
+    A subclass implements `train_each`, `ask_each` and `score_each`, which send the requests. Their results leave out
+    clients that did not send a usable reply.
 
     Args:
         job: the run as the server knows it.
         sizes: numbers of training, validation and test samples of each client ``[n, 3]``.
 
     Attributes:
-        accepted: last round in which a client's upload was accepted, or 0, ``[n]``.
+        accepted: last round in which each client's upload was accepted, or 0 if there is none ``[n]``.
     """
 
     def __init__(self, job: Job, sizes: Tensor) -> None:
@@ -51,29 +53,36 @@ class RemoteClients(ABC):
 
     @abstractmethod
     def train_each(self, request: TrainRequest, downloads: Mapping[int, Fields]) -> dict[int, ClientOutput]:
-        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``. The outputs do not contain a model.
+        """Train clients on their downloads, whose fields have shape ``[1, .]`` or ``[.]``.
+
+        The outputs do not contain the model as a separate value.
 
         Raises:
-            RunStopped: too few clients answered.
+            RunStopped: too few clients replied.
         """
 
     @abstractmethod
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Ask candidates. Return the answers ``[1, k]`` and work ``[1, 3]`` of each client."""
+        """Ask candidates. Return the answer ``[1, k]`` and the work ``[1, 3]`` of each client."""
 
     @abstractmethod
     def score_each(self, request: ScoreRequest) -> Mapping[int, Mapping[str, float]]:
-        """Let clients evaluate models. Return the metrics of each model, keyed by "model/part/metric"."""
+        """Let clients evaluate models on their own samples.
+
+        Return the metrics of each client, keyed by "model/part/metric".
+        """
 
     def can_train(self, client: int) -> bool:
-        """Return True if a client can be queried, which means that it has training samples."""
+        """Return True if a client has training samples, so that it can be asked to train."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train the clients. The round omits a client without samples or without a usable reply.
+        """Train the requested clients, and yield their results.
+
+        The round continues without clients that have no samples or send no usable reply.
 
         Raises:
-            RunStopped: too few clients answered for the network's rule or the aggregator.
+            RunStopped: too few clients replied for the network's rule or the aggregator.
         """
         places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
         received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
@@ -82,14 +91,14 @@ class RemoteClients(ABC):
         for k, c in enumerate(request.ids.tolist()):
             task = TrainTask(request.round, *(row[k : k + 1] for row in (request.place, request.ids, request.share)))
             if c in outputs:
-                output = self.with_model(outputs.pop(c), received[c])
+                output = self.add_model(outputs.pop(c), received[c])
                 yield accept(self._job, request.server, task, received[c], output)
             else:
                 nothing = torch.zeros(1, len(CLIENT_COUNTS), dtype=torch.long)
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates. A client without an answer is treated as having the lowest value."""
+        """Ask candidates. A client that does not answer is treated as if it had sent the lowest possible value."""
         clients = request.ids.tolist()
         answers = self.ask_each(request, [c for c in clients if self.can_train(c)])
         width = next((values.shape[1] for values, _ in answers.values()), 1)
@@ -98,9 +107,9 @@ class RemoteClients(ABC):
         yield Answers(values, question_counts(self._job, values, work))
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Return each client's metrics of the models on its own samples.
+        """Yield the metrics of the models on each client's own samples.
 
-        The metrics are NaN for a client that did not answer.
+        The metrics of a client that does not answer are NaN.
         """
         figures = self.score_each(request)
         scores: Scores = {}
@@ -111,11 +120,11 @@ class RemoteClients(ABC):
         yield scores | self.global_sizes(request)
 
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """Return the value of a call at the server."""
+        """Call a function on the server, and return its result."""
         return call()
 
     def global_sizes(self, request: ScoreRequest) -> Scores:
-        """Return sizes of a composite method's global model, which the server computes itself."""
+        """Return the sizes of a composite method's global model, which the server computes itself."""
         if request.model is None:
             return {}
         return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
@@ -129,7 +138,7 @@ class RemoteClients(ABC):
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
-    def with_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
+    def add_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
         """Add the client's model to the output if the server's side reads it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
@@ -138,11 +147,11 @@ class RemoteClients(ABC):
 
 
 class StreamedClients(RemoteClients):
-    """Clients that are queried one by one and may answer at any time (see `fedloom.engine.virtual.real`).
+    """Clients that are asked individually and may reply at any time (see `fedloom.engine.virtual.real`).
 
     Attributes:
-        patience: number of seconds without an available client after which a run ends.
-        longest: number of seconds after which the server stops waiting for a client.
+        patience: number of seconds that a run waits while no client is available before it ends.
+        longest: maximum number of seconds that the server waits for a client's reply.
     """
 
     patience: float
@@ -150,35 +159,35 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def begin_at(self, seconds: float) -> None:
-        """Start the run's clock at this many seconds, unless it is already running."""
+        """Start the run's clock at this number of seconds, unless it is already running."""
 
     @abstractmethod
     def seconds(self) -> float:
-        """Seconds of the run, not counting times in which no server was running."""
+        """Return the elapsed seconds of the run, without the time during which no server was running."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Wait a moment."""
+        """Wait for a short time."""
 
     @abstractmethod
     def present(self) -> AbstractSet[int]:
-        """Return the clients that can train."""
+        """Return the clients that are available for training."""
 
     @abstractmethod
     def is_asked(self, client: int) -> bool:
-        """Return True if this process has queried a client that has not answered yet."""
+        """Return True if this process has sent a request to a client and the client has not replied yet."""
 
     @abstractmethod
     def ask_to_train(self, client: int, round: int, down: Fields, server: Fields | None) -> None:
-        """Send a client its download, fields ``[1, .]`` or ``[.]``.
+        """Send a client its download, whose fields have shape ``[1, .]`` or ``[.]``.
 
-        ``server`` is given if it still contains the ranks.
+        ``server`` is given if it is still available and contains the ranks of the download's matrices.
         """
 
     @abstractmethod
     def arrived(self) -> tuple[Mapping[int, ClientOutput], AbstractSet[int]]:
-        """Return the clients' messages since the last call, and the clients that will send nothing usable."""
+        """Return the messages that arrived since the last call, and the clients that will not send a usable message."""
 
     @abstractmethod
     def give_up(self, client: int) -> None:
-        """Stop waiting for a client's answer."""
+        """Stop waiting for a client's reply."""

@@ -1,4 +1,4 @@
-"""Scores of a chunk of clients: each model on the clients' own parts and on the common test set, and sizes."""
+"""Evaluation of models on a chunk of clients: on the clients' own data and the common test set, plus model sizes."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clients.poisoning import TRIGGERED_PARTS
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
-from fedloom.errors import ClientError, FedloomError, attribute_error, cause_of
+from fedloom.errors import ClientError, FedloomError, FunctionError, attribute_error, cause_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
 from fedloom.processes.clients import CLIENT_COUNTS, Scores, ScoreTask
 from fedloom.rows.attacks import Backdoor
 from fedloom.rows.layout import Layout
-from fedloom.rows.proxes import made_by
+from fedloom.rows.proxes import find_form
 from fedloom.tasks.calibration import recalibrated
 
 WORK_KEY = ("", "")
-"""Key in `Scores` for the work of personal models, per client: backward and forward samples."""
+"""Key in `Scores` for the number of backward and forward samples that each client's personal model cost."""
 MAX_RANK_OPERATIONS = 2e9
-"""Largest number of multiply-adds for computing the singular values in one evaluation. For more or larger models, ranks
-are omitted."""
+"""Maximum number of multiply-adds for computing singular values in one evaluation. Ranks are not reported if the models
+need more."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
-    """Return a mask ``[n]`` of the clients that use the global model.
+    """Return a mask ``[n]`` of the clients for which the hybrid model is the global model.
 
-    The personal model is used unless the global model is strictly better on the part ``select_on``. If this part is
-    empty, the personal model is used (FLAME, model selection). If the outputs of the personal model are not finite, the
-    global model is used. `fedloom.metrics.ROLES` defines the metric.
+    A client uses its personal model unless the global model is strictly better on its part ``select_on``. If this part
+    is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal model are not
+    finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines which metric is compared.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
@@ -43,9 +43,9 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
-    """Return scores of the hybrid model on each part, computed from the other two models' scores.
+    """Return the scores of the hybrid model on each part, taken from the scores of the global and personal models.
 
-    None if one of the other two models has no scores.
+    The result is empty if either of these models has no scores.
     """
     if not {("global", select_on), ("personal", select_on)} <= scores.keys():
         return {}
@@ -63,8 +63,11 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
 
 def score_chunk(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
     """Scores of the global model and the personal models of a chunk of clients."""
-    with attribute_error("model", job.setting.model, f"round {task.round}"):
-        return _scores(job, down, global_model, task)
+    with attribute_error("model", job.oracle.module, f"round {task.round}"):
+        try:
+            return _scores(job, down, global_model, task)
+        except FunctionError as error:
+            raise ClientError("scoring", task.round, task.ids.tolist(), f"{error}") from error
 
 
 def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: ScoreTask) -> Scores:
@@ -90,9 +93,10 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
 
 
 def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
-    """Return personal models ``[m, d]``.
+    """Return the clients' personal models ``[m, d]``.
 
-    A client that has never participated first trains a personal model from the template, except before round 1.
+    A client that has never participated first trains once from the initial client state. Before round 1, it trains only
+    if `Evaluate.personal_at_start` is True.
 
     Raises:
         ClientError: the method's code failed.
@@ -101,7 +105,7 @@ def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
 
 
 def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `personal_models` and their work ``[m, 2]``: numbers of backward and forward samples."""
+    """Return the models of `personal_models` and the number of backward and forward samples they cost ``[m, 2]``."""
     fresh = ~job.clients.occupied[ids]
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
@@ -136,17 +140,17 @@ def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) 
 
 
 Pass = tuple[Tensor, Tensor, Tensor]
-"""Outputs ``[N, k]``, positions ``[N]`` of the samples, and the number of samples ``[m]`` of each client."""
+"""Outputs ``[N, k]``, indices ``[N]`` of the evaluated samples, and the number of samples of each client ``[m]``."""
 
 
 def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
-    """Evaluate one model on a part of many clients."""
+    """Evaluate one model on the same part of many clients."""
     index, sizes = job.eval_fed.gather(part, ids)
     return torch.cat([*_outputs(job.oracle, row, index)]), index, sizes
 
 
 def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
-    """Evaluate every client's model on its own part."""
+    """Evaluate each client's own model on its own part."""
     oracle = job.oracle
     index, sizes = job.eval_fed.gather(part, ids)
     if not oracle.normalisers:
@@ -159,10 +163,11 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
 
 
 def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
-    """Return a function from a part to outputs of clients ``ids [m]``, for one model ``[d]`` or one each ``[m, d]``.
+    """Return a function that evaluates ``models`` (one ``[d]``, or one per client ``[m, d]``) on a part of the clients.
 
-    A global model uses the cohort's statistics for normalization layers (see `Evaluate.batchnorm_stats`). Recalibration
-    values come from the objective, if it defines any (`Objective.line`).
+    A global model uses the cohort's statistics in normalization layers, or each client's own (see
+    `Evaluate.batchnorm_stats`). The outputs are recalibrated if the objective defines a recalibration
+    (`Objective.line`).
     """
     if models.ndim == 1:
         job.oracle.set_statistics(models, cohort)
@@ -181,12 +186,12 @@ def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Calla
 
 
 def _uses_own_statistics(job: Job) -> bool:
-    """Return True if clients evaluate the global model with their own statistics for normalization layers."""
+    """Return True if each client evaluates the global model with its own statistics in normalization layers."""
     return bool(job.oracle.normalisers) and job.setting.evaluate.batchnorm_stats == "own"
 
 
 def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores:
-    """Return scores of one kind of model on each part of a chunk of clients."""
+    """Return the scores of one kind of model on each evaluated part of a chunk of clients."""
     outputs = part_outputs(job, models, task.ids, task.cohort)
     scores: Scores = {(kind, part): _metrics(job, *outputs(part)) for part in job.setting.evaluate.parts}
     if isinstance(job.setting.attack, Backdoor):
@@ -196,9 +201,9 @@ def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores
 
 
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
-    """Compute outputs of "global" or "personal" models on the evaluated clients' test parts.
+    """Compute the outputs of "global" or "personal" models on the test parts of the evaluated clients.
 
-    `scores_of` evaluates the same outputs.
+    These are the same outputs that `fedloom.engine.scoring.scores_of` evaluates.
     """
     if kind == "personal":
         t = max(state.round, 1)
@@ -211,7 +216,7 @@ def final_outputs(job: Job, state: State, kind: str) -> Pass:
 
 
 def line_of(job: Job, fitted: Pass) -> Tensor:
-    """Return slope and intercept ``[m, 2]`` of a model's outputs at each client (see `Objective.line`)."""
+    """Return the slope and intercept of each client's recalibrated outputs, ``[m, 2]`` (see `Objective.line`)."""
     outputs, index, sizes = fitted
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.setting.task.line(outputs, job.eval_fed.targets(index), owner, len(sizes))
@@ -223,12 +228,12 @@ def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
 
 
 def common_test(fed: Federation, scored: Tensor) -> Tensor:
-    """Return the source's test set if the federation keeps it, else the joint test parts of clients ``scored``."""
+    """Return the indices of the source's test set, or else of all test samples of the clients ``scored``."""
     return fed.gather("test", scored)[0] if fed.test is None else fed.test
 
 
 def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-    """Return metrics for clients whose samples are stored one client after another."""
+    """Return metrics per client for samples that are ordered by client."""
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
@@ -240,15 +245,15 @@ def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
 
 
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Return size measures of the models ``rows [m, d]`` of a composite method, each float64 ``[m]``.
+    """Return measures of the size of the models ``rows [m, d]`` of a composite method, each float64 ``[m]``.
 
-    None for other methods.
+    The result is empty for other methods.
 
     ``nonzeros`` is the number of nonzero parameters. If a prox creates low ranks and the ranks are cheap to compute,
-    ``rank`` is the sum of the numerical ranks of a model's matrices, and ``factorised`` is its number of parameters if
-    each matrix is stored as two thin matrices whenever this is smaller.
+    two more measures follow: ``rank`` is the sum of the numerical ranks of a model's matrices, and ``factorised`` is
+    the number of parameters if each matrix is stored as two thin factors whenever this is smaller.
     """
-    forms = {made_by(value) for value in algorithm.proxes().values()}
+    forms = {find_form(value) for value in algorithm.proxes().values()}
     if not forms:
         return {}
     figures = {"nonzeros": rows.count_nonzero(1).double().cpu()}

@@ -1,12 +1,13 @@
-"""Uploads: combine the fields of a cohort's uploads into the server's input.
+"""Combination of a cohort's uploads, field by field, into the input of the server.
 
-Each kind of field defines what a chunk of clients contributes (``partial``), how chunks are combined in their order
-(``merge``), and the server's input (``finish``).
+Each kind of field defines what a chunk of clients contributes (``partial``), how the chunks are combined in order
+(``merge``), and what the server finally receives (``finish``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +22,18 @@ from fedloom.local.rows import Fields, remade
 from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 
 SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
-"""Names in the state of an aggregator: its sums of changes, and the last aggregates of these sums."""
+"""Prefixes of entries in an aggregator's state: sums of changes, and the last aggregates of these sums."""
 CONVERTED_ELEMENTS = 1 << 16
-"""Number of elements that are converted together, so that they stay in the cache until they are added."""
+"""Number of elements that are converted at a time, so that they stay in the processor's cache until they are added."""
 
 
 class RowsField:
-    """Field of kind `fedloom.algorithms.Rows`: the accepted rows ``[m, .]``.
+    """Upload field of kind `fedloom.algorithms.Rows`: the rows ``[m, .]`` of accepted clients.
 
     Args:
         name: name of the field.
         kind: kind of the field.
-        before: sum of the server's stored rows over all clients, for a stored field.
+        before: sum over all clients of the rows that the server stores, for a stored field.
     """
 
     def __init__(self, name: str, kind: Kind, before: Tensor | None = None) -> None:
@@ -40,13 +41,13 @@ class RowsField:
         self.parts = [] if before is None else [before.clone()]
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
-        """Return what a chunk contributes.
+        """Return the contribution of a chunk of clients.
 
         Args:
-            up: its uploads.
-            kept: rows that the server has stored for the chunk's clients.
-            share: weights ``[m, 1]`` in the mean of the cohort.
-            mass: weights ``[m, 1]`` in stored or accumulated sums (`Job.masses`).
+            up: uploads of the chunk.
+            kept: rows that the server has stored for these clients.
+            share: weights ``[m, 1]`` of the clients in the mean over the cohort.
+            mass: weights ``[m, 1]`` of the clients in stored or accumulated sums (see `Job.masses`).
         """
         value: Tensor = getattr(up, self.name)
         return value
@@ -56,12 +57,12 @@ class RowsField:
         self.parts.append(part)
 
     def finish(self, cohort: Uploads) -> Tensor:
-        """Return the server's input."""
+        """Return the value that the server receives."""
         return torch.cat(self.parts)
 
 
 class GatheredMean(RowsField):
-    """Field of kind `fedloom.algorithms.Mean` with gathered rows, which the weights or a robust rule need."""
+    """Upload field of kind `fedloom.algorithms.Mean` whose rows are gathered for the weigher or a robust rule."""
 
     def finish(self, cohort: Uploads) -> Tensor:
         rows = torch.cat(self.parts)
@@ -70,7 +71,7 @@ class GatheredMean(RowsField):
 
 
 class MeanField(RowsField):
-    """Field of kind `fedloom.algorithms.Mean`: partial sums ``[d]``, in double precision throughout."""
+    """Upload field of kind `fedloom.algorithms.Mean`, which is summed chunk by chunk in double precision ``[d]``."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
@@ -95,7 +96,7 @@ class MeanField(RowsField):
 
 
 class KeptField(RowsField):
-    """Field of kind `fedloom.algorithms.Kept`: changes ``[d]`` of the float64 sum over all clients."""
+    """Upload field of kind `fedloom.algorithms.Kept`: a float64 sum ``[d]`` over all clients, updated by changes."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         assert kept is not None
@@ -111,13 +112,13 @@ class KeptField(RowsField):
         return _divided(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
-        """Multiply the field by its weight, if it has a weight."""
+        """Multiply the field by the upload field that contains its weights, if there is one."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
 
 def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
-    """Divide a double-precision sum, and return it in the run's precision."""
+    """Divide a double-precision sum, and return the quotient in the run's precision."""
     quotient = _empty(total, job.oracle.dtype)
     scratch = total[:CONVERTED_ELEMENTS].clone()
     for to, piece in zip(quotient.split(CONVERTED_ELEMENTS), total.split(CONVERTED_ELEMENTS), strict=True):
@@ -126,9 +127,9 @@ def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 
 
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a vector.
+    """Allocate an uninitialized vector.
 
-    On a CPU, NumPy allocates the result, because large arrays then use pages of 2 MB, which are fast to touch.
+    On a CPU, NumPy allocates the memory, because its large arrays use pages of 2 MB, which are faster to touch.
     """
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
@@ -137,27 +138,27 @@ def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
-    """Return the upload's fields before any upload has arrived."""
+    """Return objects for all fields of the upload, before any upload has been added."""
     mean = GatheredMean if job.gathers else MeanField
     kinds = {algorithms.Mean: mean, algorithms.Kept: KeptField, algorithms.Rows: RowsField}
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
 def partials(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
-    """Return what a chunk's accepted uploads contribute, by field."""
+    """Return the contributions of a chunk's accepted uploads, keyed by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
     return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
-    """Sum the rows that the server stores before the first round, over all clients."""
+    """Return the sums over all clients of the rows that the server stores before the first round."""
     kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
 def server_sums(job: Job) -> dict[str, Tensor]:
-    """Sum the rows that the server currently stores, over all clients, weighted by the job's shares."""
+    """Return the weighted sums over all clients of the rows that the server currently stores."""
     fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
     sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
     for ids in job.everyone.split(job.chunk) if fields else ():
@@ -168,7 +169,7 @@ def server_sums(job: Job) -> dict[str, Tensor]:
 
 
 def share_change_sums(job: Job, before: Job) -> Fields:
-    """Return the shift ``[d]`` of each field's sum by shares when the shares change."""
+    """Return by how much each field's weighted sum ``[d]`` over all clients changes when the client weights change."""
     sums: list[Tensor] = [torch.zeros_like(row, dtype=torch.float64) for row in job.summed.template]
     step = job.masses / job.masses.sum() - before.masses / before.masses.sum()
     for ids in job.everyone.split(job.chunk) if sums else ():
@@ -178,19 +179,20 @@ def share_change_sums(job: Job, before: Job) -> Fields:
 
 
 class Uploads:
-    """Uploads of a round, collected from its results.
+    """Uploads of a round, which are collected from the clients' results.
 
     Args:
         job: the run.
-        sums: sums of the stored fields over all clients. Not modified.
+        sums: sums over all clients of the fields that the server stores. Not modified.
 
     Attributes:
         job: the run.
         ids: accepted clients, in the order of their results.
-        shares: shares of the accepted clients in the mean, float64 ``[m, 1]``. None for a client that is part of a sum.
-        share: sum of the shares, added in the order of the results.
+        shares: weights of the accepted clients in the mean, float64 ``[m, 1]``. Clients whose uploads are already
+            contained in a sum have no entry.
+        share: sum of these weights, added up in the order of the results.
         dropped: clients whose uploads are unusable.
-        counts: total work and traffic ``[7]`` (`CLIENT_COUNTS`).
+        counts: total work and traffic ``[7]`` (see `CLIENT_COUNTS`).
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
@@ -202,7 +204,7 @@ class Uploads:
         self.shares, self.share = torch.zeros(0, 1, dtype=torch.float64), 0.0
 
     def add(self, result: TrainResult) -> None:
-        """Add the next result."""
+        """Add the next result of the round."""
         if isinstance(result, SumResult):
             accepted, dropped, answers = result.ids, result.missing, dict[str, Tensor]()
         else:
@@ -220,31 +222,31 @@ class Uploads:
 
     @property
     def masses(self) -> Tensor:
-        """Weights of the accepted clients in accumulated fields, float64 ``[m, 1]``."""
+        """Weights of the accepted clients in fields that accumulate, float64 ``[m, 1]``."""
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
-        """Return the answers of the accepted clients by kind (see `fedloom.processes.clients.ChunkResult`)."""
+        """Return the accepted clients' answers of one kind (see `fedloom.processes.clients.ChunkResult`), or None."""
         return torch.cat(self._answers[name]) if name in self._answers else None
 
     def events(self, round: int) -> tuple[str, ...]:
-        """Return a sentence about dropped uploads, if there are any."""
+        """Return a tuple with one sentence about dropped uploads, or an empty tuple if there are none."""
         dropped = self.dropped
         uploads = "unusable upload, of client" if len(dropped) == 1 else "unusable uploads, of clients"
         return (f"round {round}: dropped {len(dropped)} {uploads} {dropped[:8]}",) if dropped else ()
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums of the stored fields over all clients."""
+        """Sums over all clients of the fields that the server stores."""
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(
         self, ctx: Ctx, weigher: Fields, aggregator: dict[str, Tensor]
     ) -> tuple[Fields, Fields, dict[str, Tensor]]:
-        """Aggregate the uploads. Return the server's input, and the new states of weigher and aggregator.
+        """Aggregate the uploads. Return the input of the server, and the new states of the weigher and the aggregator.
 
         Raises:
-            RunStopped: there are too few uploads for the aggregator.
+            RunStopped: the aggregator rejects the uploads, for example because there are too few.
         """
         job, combined = self.job, dict[str, Tensor]()
         if job.setting.aggregation_weights.probes:
@@ -259,11 +261,13 @@ class Uploads:
         return job.upload(*values), weigher, aggregator
 
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Apply a robust rule to the cohort's rows, or to all rows that the server has seen. Also return its new state.
+        """Apply a robust rule to the rows of the cohort, or to all rows that the server stores.
 
-        If the server accumulates changes of clients' rows, the rule is applied to the sums of all clients that have
-        participated. The server receives the change of the rule's value divided by `Ctx.part`, by which it multiplies
-        again, so its sum equals the rule's value.
+        Return its results by field, and its new state.
+
+        If the server accumulates changes of the clients' rows, the rule is applied to each client's sum, over all
+        clients that have participated. The server then receives the change of the rule's value divided by `Ctx.part`.
+        Since the server multiplies by `Ctx.part`, its accumulated sum equals the rule's value.
         """
         job, primary = self.job, self.job.primary
         if job.kept_fields:
@@ -296,9 +300,9 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients, using their primary field, or else their first field.
+        """Combine the rows of some clients with the aggregator, and return the results and the aggregator's new state.
 
-        Also return the aggregator's state.
+        A selection rule chooses rows by the primary field, or by the first field if there is no primary field.
         """
         job = self.job
         assert job.setting.aggregator is not None
@@ -309,14 +313,14 @@ class Uploads:
             with attribute_error("aggregator", job.setting.aggregator, f"round {ctx.round}"):
                 deciding = job.ctx(ctx.round, ids)
                 combined, aggregator = job.setting.aggregator.apply(state, rows, weights, primary, deciding)
-                _check_combined(combined, rows)
+                _check_combined(combined, aggregator, rows)
         except ConfigError as error:
             raise RunStopped(Stop.UNUSABLE, f"round {ctx.round}: {error}", self.events(ctx.round)) from error
         return combined, aggregator
 
 
 def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-    """Return the weights ``[m, 1]`` of a cohort, and the weigher's new state."""
+    """Return the aggregation weights ``[m, 1]`` of a cohort, and the new state of the weigher."""
     with attribute_error("weigher", job.setting.aggregation_weights, f"round {ctx.round}"):
         weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)
         if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.aggregation_weights.signed):
@@ -325,16 +329,24 @@ def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tupl
     return weights, weigher
 
 
-def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> None:
-    """Check that an aggregator returned one vector per field."""
+def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> None:
+    """Raise an error unless the aggregator returned one vector of floats per field, and a state of tensors."""
+    for what, values in (("the aggregates", combined), ("the state", state)):
+        if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+            kinds = (
+                {k: type(v).__name__ for k, v in values.items()} if isinstance(values, dict) else type(values).__name__
+            )
+            raise ValueError(f"{what} must be a dictionary of tensors, got {kinds}")
     wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
     got = {name: [*value.shape] for name, value in combined.items()}
+    if odd := [name for name, value in combined.items() if not value.is_floating_point()]:
+        raise ValueError(f"the aggregate of {odd[0]} must be floats, got {combined[odd[0]].dtype}")
     if got != wanted:
         raise ValueError(f"it must return one vector of every field, with the shapes {wanted}, got {got}")
 
 
 def _sum(rows: Tensor, mass: Tensor) -> Tensor:
-    """Return the sum ``[d]`` of rows ``[m, d]`` times masses ``[m, 1]``, in double precision and without a copy."""
+    """Return the sum ``[d]`` of ``rows [m, d]`` weighted by ``mass [m, 1]``, in double precision without a copy."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for row, factor in zip(rows, mass[:, 0].tolist(), strict=True):
         total.add_(row, alpha=factor)

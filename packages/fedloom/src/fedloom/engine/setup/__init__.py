@@ -1,4 +1,4 @@
-"""Job creation: check a setting against its data, create the problem, and allocate state."""
+"""Creation of a job: check a setting against its data, build the local problems, and allocate state."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fedloom.storage.store import Store
 
 @undisturbed()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
-    """Check a run against its federation: this builds the model, but no client state.
+    """Check a run against its federation, which builds the model but allocates no client state.
 
     Returns:
-        Return the notes of the run before its first round.
+        The notes on the run that are known before its first round.
 
     Raises:
-        ConfigError: values are impossible, or do not work together.
+        ConfigError: values are impossible, or cannot be combined.
     """
     return make_problem(setting, fed, finds=False)[0].notes
 
@@ -50,17 +50,17 @@ def make_job(
     ranks: Ranks = SINGLE_RANK,
     replay: Replay = Replay(),  # noqa: B008  # frozen
 ) -> tuple[Job, Fields]:
-    """Create a job, and the server's state before the first round.
+    """Create a job and the state of the server before the first round.
 
     Args:
-        setting: the run.
+        setting: setting of the run.
         fed: clients and their data.
-        folder: folder for the clients' state. None keeps the state in memory.
-        ranks: processes, each of which makes this call.
-        replay: values that replace the run's own draws.
+        folder: folder in which client states are stored. None keeps them in memory.
+        ranks: processes that run the job together. Each of them must make this call.
+        replay: given values that replace the run's own random draws.
 
     Raises:
-        ConfigError: values are impossible, or do not work together.
+        ConfigError: values are impossible, or cannot be combined.
     """
     problem, start = make_problem(setting, fed, replay)
     engine, samples = problem.setting.engine, int(problem.train_sizes.sum())
@@ -81,8 +81,9 @@ class InitialState(NamedTuple):
     """States before the first round.
 
     Attributes:
-        server: the server's state.
-        templates: rows of a client, without the client dimension, keyed by the `Job` store that holds them.
+        server: state of the server.
+        templates: initial state of a single client (without a client dimension), keyed by the store in `Job` that will
+            hold it.
     """
 
     server: Fields
@@ -97,19 +98,19 @@ def make_problem(
     *,
     finds: bool = True,
 ) -> tuple[JobFacts, InitialState]:
-    """Create the computation of a run, without storage for any client's state.
+    """Create a run's problem without allocating storage for client states.
 
-    Three stages give three results: the clients that participate, their local problems, and the method's states.
+    This takes three steps, which determine the participating clients, their local problems, and the method's states.
 
     Args:
-        setting: the run.
+        setting: setting of the run.
         fed: clients and their data.
-        replay: values that replace the run's own draws.
-        finds: True to find the clusters on which shares are based, which trains all clients once. Otherwise, shares are
-            uniform.
+        replay: given values that replace the run's own random draws.
+        finds: True to compute the clusters on which client weights are based, which lets all clients train once.
+            Otherwise, the weights are uniform.
 
     Raises:
-        ConfigError: values are impossible, or do not work together.
+        ConfigError: values are impossible, or cannot be combined.
     """
     participants = choose_participants(setting, fed)
     problems = build_problems(participants, replay, finds=finds)

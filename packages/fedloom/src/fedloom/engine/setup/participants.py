@@ -1,4 +1,4 @@
-"""First stage of a job: the choices of a run, checked against each other, and the clients that train."""
+"""First step of creating a job: check that the choices of the run fit together, and prepare the clients' data."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from fedloom.schedule import Synchronous
 
 
 class Participants(NamedTuple):
-    """Run whose choices are compatible, and its clients.
+    """Run whose choices have been checked, with its clients.
 
     Attributes:
-        setting: the run's choices, with presets resolved.
-        fed: training data, on the run's device. It is poisoned or pooled if the run requires this.
+        setting: settings of the run, with presets resolved.
+        fed: training data on the run's device. The data are already poisoned or pooled if the run requires this.
         eval_fed: data on which models are evaluated.
         attackers: ids of the attackers ``[b]``.
-        notes: sentences about choices that the run changes or ignores.
+        notes: notes on choices that the run changes or ignores.
     """
 
     setting: Setting
@@ -50,10 +50,10 @@ class Participants(NamedTuple):
 
 
 def choose_participants(setting: Setting, fed: Federation) -> Participants:
-    """Check everything that does not need a model, and move the data to the run's device.
+    """Check everything that can be checked without a model, and move the data to the run's device.
 
     Raises:
-        ConfigError: values are impossible, or do not work together.
+        ConfigError: values are impossible, or cannot be combined.
     """
     device, dtype = _place(setting.engine)
     check_declaration(type(setting.resolved().method))
@@ -71,7 +71,7 @@ def choose_participants(setting: Setting, fed: Federation) -> Participants:
 
 
 def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
-    """Return the device and data type of a run's numbers.
+    """Return the device and data type of a run.
 
     Raises:
         ConfigError: the device does not exist.
@@ -92,25 +92,29 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
 
 
 def _closed(weigher: Weigher) -> Weigher:
-    """Return the weigher, if it does not need further groups.
+    """Return the weigher, after checking that it needs no further groups.
 
     Raises:
-        ConfigError: the weigher compares two groups of rows, but no groups are given.
+        ConfigError: the weigher compares two groups of rows, but no groups were given.
     """
     try:
         return weigher.with_groups(())
     except ConfigError as error:
-        what = str(error).partition(";")[0]
+        what = str(error).partition(";")[0].replace("weigher.", "aggregation_weights.")
         raise ConfigError(
-            f"{what}. Name the groups in [aggregation_weights], for example group = 'sex' or 'age>=75'"
+            what,
+            rule="weigher-without-groups",
+            fix="name the groups in {aggregation_weights.group}, for example 'sex' or 'age>=75'",
         ) from None
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Resolve presets and check everything that does not need data. Return notes about options that pooling ignores.
+    """Resolve presets, and check everything that can be checked without data.
+
+    Return the checked setting, and notes on options that have no effect on pooled data.
 
     Raises:
-        ConfigError: values are impossible, or do not work together.
+        ConfigError: values are impossible, or cannot be combined.
     """
     pooled, (setting, notes) = setting.pooled, adapt_defaults(setting.resolved(), n)
     setting = setting.with_(aggregation_weights=_closed(setting.aggregation_weights))

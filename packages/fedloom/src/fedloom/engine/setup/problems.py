@@ -1,4 +1,4 @@
-"""Second stage of a job: the model, the clients' local problems and their shares in the objective."""
+"""Second step of creating a job: build the model, the clients' local problems, and their weights in the objective."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from fedloom.tasks import task_of
 
 
 class LocalProblems(NamedTuple):
-    """The clients' local problems before round 1.
+    """Local problems of the clients before round 1.
 
     Attributes:
-        oracle: function that computes losses and gradients.
-        ctx: context of all clients, with their shares.
+        oracle: object that computes losses and gradients.
+        ctx: context of all clients, which includes their weights.
         x0: initial model ``[d]``.
-        spent: work and traffic for finding the shares ``[7]`` (`COUNTS`). None if finding them cost nothing.
+        spent: work and traffic ``[7]`` for computing the weights (see `CLIENT_COUNTS`). None if the weights cost
+            nothing.
     """
 
     oracle: Network
@@ -38,13 +39,13 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     """Build the model and the clients' local problems.
 
     Args:
-        participants: the run and its clients.
-        replay: values that replace the run's own draws.
-        finds: True to find the clusters on which shares are based, which trains all clients once. Otherwise, shares are
-            uniform.
+        participants: checked run and its clients.
+        replay: given values that replace the run's own random draws.
+        finds: True to compute the clusters on which client weights are based, which lets all clients train once.
+            Otherwise, the weights are uniform.
 
     Raises:
-        ConfigError: the model or the shares are incompatible with the data.
+        ConfigError: the model or the client weights do not fit the data.
     """
     setting, fed = participants.setting, participants.fed
     oracle = _oracle(setting, fed)
@@ -67,10 +68,10 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
 
 
 def _oracle(setting: Setting, fed: Federation) -> Network:
-    """Build the local problems for a model on a federation.
+    """Build the local problems for the run's model on a federation.
 
     Raises:
-        ConfigError: the model, the task or the oracle is incompatible with the data.
+        ConfigError: the model, the task or the gradient engine does not fit the data.
     """
     engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
     task_keys = [key for key, value in setting.task if value is not None]

@@ -1,4 +1,4 @@
-"""Third stage of a job: the method with its derived options, and the states before round 1."""
+"""Third step of creating a job: derive the method's options, and create the states before round 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.engine.checks.notes import notes_of
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE, notes_of
 from fedloom.engine.checks.refusals import check_mixed_width, check_tested, check_width, initial, ruled
 from fedloom.engine.checks.rehearsal import Start, check_layers
 from fedloom.engine.clients.messages import Messages, first_upload, idle_upload
@@ -27,17 +27,18 @@ from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
 from fedloom.rows.channels import Channel
+from fedloom.seeds import rng_states
 
 
 class StartedMethod(NamedTuple):
-    """A method before round 1.
+    """Method with its states before round 1.
 
     Attributes:
-        setting: setting of the run, with the method's derived options.
-        states: states of the server, of a client, and of the rows that the server stores for a client.
-        memory: form in which optimizer states are stored. None: optimizers start every round without a state.
-        residue: template of the state that the channel has for a client.
-        notes: sentences known before round 1.
+        setting: settings of the run, with the derived options of the method.
+        states: initial states of the server, of a client, and of the fields that the server stores for a client.
+        memory: form in which optimizer states are stored. None if optimizers start every round without a state.
+        residue: initial state of the channel for one client.
+        notes: notes that are known before round 1.
     """
 
     setting: Setting
@@ -48,16 +49,17 @@ class StartedMethod(NamedTuple):
 
 
 def start_method(participants: Participants, problems: LocalProblems, replay: Replay) -> StartedMethod:
-    """Derive the method's options, and check the run together with the method's states.
+    """Derive the method's options, create its states, and check the run with them.
 
     Raises:
-        ConfigError: values are impossible, or do not work together.
+        ConfigError: values are impossible, or cannot be combined.
     """
     setting, (oracle, ctx, x0, _), n = participants.setting, problems, participants.fed.n
     method, sampler = setting.method, setting.sampler
     with attribute_error("method", method, "init"), ruled(f"method-{type(method).__name__.lower()}"):
-        method = method.derive_options(ctx)
+        method, drawn = method.derive_options(ctx), rng_states()
         states = initial(method, x0, ctx)
+        draws = [GLOBAL_DRAWS_NOTE] * (rng_states() != drawn)
     setting = setting.with_(algorithm=method)
     server = states[0]
     check_shares(setting, server, ctx)
@@ -75,7 +77,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
     with ruled(f"method-{type(method).__name__.lower()}"):
         method_notes = notes_of(setting, oracle, server, ctx, fewest, participants.attackers)
     tested = check_tested(setting, participants.eval_fed)
-    notes = [*participants.notes, *tested, *method_notes, *idle_workers(setting.engine)]
+    notes = [*participants.notes, *tested, *draws, *method_notes, *idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     check_layers(setting, oracle, ctx, states)
@@ -84,10 +86,12 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
 
 
 def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> Fields:
-    """Check the parts that read uploads. Return the template of the state that the channel has for a client.
+    """Check the weigher, the sampler and the channel, which read uploads.
+
+    Return the channel's initial state for one client.
 
     Raises:
-        ConfigError: a weigher or a sampler reads models, but no models are sent.
+        ConfigError: a weigher or a sampler reads models, but clients do not send models.
     """
     method, channel = setting.method, setting.upload_transform
     if channel is None and not (setting.aggregation_weights.probes or setting.sampler.learns):
@@ -100,11 +104,11 @@ def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> 
 
 
 def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dict[str, Fields]:
-    """Return a client's rows, without the client dimension, keyed by the `Job` store that holds them.
+    """Return the initial state of one client (without a client dimension), keyed by the store in `Job` that holds it.
 
     Args:
-        problem: the run.
-        started: method before round 1.
+        problem: facts about the run.
+        started: method with its states before round 1.
         x0: initial model ``[d]``.
     """
     _, client, kept = started.states
@@ -120,9 +124,9 @@ def make_templates(problem: JobFacts, started: StartedMethod, x0: Tensor) -> dic
 
 
 def _summed(problem: JobFacts, client: Fields) -> Fields:
-    """Return the client rows to which a robust rule adds the fields in `JobFacts.summed_fields`.
+    """Return the rows from which the per-client sums of `JobFacts.summed_fields` start.
 
-    Changes are added to the row in the client's template that they change, and other fields are added to zero.
+    Changes of a client's row are added to the initial value of this row, and other fields are added to zero.
     """
     names = problem.summed_fields
     sources = [problem.fields[name].base.partition(".") for name in names]
@@ -135,28 +139,28 @@ def _summed(problem: JobFacts, client: Fields) -> Fields:
 
 
 class LastModel(NamedTuple):
-    """A client's last model ``[d]``."""
+    """Last model ``[d]`` of a client."""
 
     w: Tensor
 
 
 class Residue(NamedTuple):
-    """Part of the channel's updates that was not sent, or the server's copy of the client's last upload, ``[m, D]``."""
+    """Part of an update that has not been sent yet, or the server's copy of the client's last upload, ``[m, D]``."""
 
     e: Tensor
 
 
 class Moments(NamedTuple):
-    """States of a client's optimizers ``[m, S W]`` (see `fedloom.local.optimizer.OptimizerStates`)."""
+    """Optimizer states of a client ``[m, S W]`` (see `fedloom.local.optimizer.OptimizerStates`)."""
 
     s: Tensor
 
 
 def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
-    """Return the form in which optimizer states are stored, found with a trial step of a client, or None.
+    """Let a client take a trial step to find which optimizer states must be stored, or return None if none are.
 
     Raises:
-        ConfigError: the optimizer does not work with this model, or the method does not train with it.
+        ConfigError: the optimizer does not work with this model, or the method does not use the optimizer.
     """
     local = ctx.local
     if local.optimizer == "sgd":
@@ -172,11 +176,11 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
             rule="method-optimizer",
             fix="set {local.optimizer = 'sgd'}",
         )
-    return memory.of(memory.rows * 0) if local.optimizer_state == "persistent" else None
+    return memory.replace_rows(memory.rows * 0) if local.optimizer_state == "persistent" else None
 
 
 def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
-    """Return the template of the channel's state for an upload of this form."""
+    """Return the initial state of the channel for uploads of this form."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)

@@ -1,9 +1,10 @@
-"""Advance a run to the server's next step in time, under the run's schedule.
+"""Next server step of a run with a clock, under the run's schedule.
 
-Nothing waits in virtual time. A client computes from the state at its dispatch, together with all clients that are
-dispatched at the same version, and the clock holds its upload until the time at which it arrives. The state does not
-change between two server steps, so the clients that will be dispatched at a version can be computed in advance. At real
-sites, time is real: a stream works in the same way, but its uploads arrive when the sites send them.
+In virtual time, nothing really waits. A client computes from the server's state at its dispatch, together with all
+clients that are dispatched from the same state, and the clock holds its upload until its arrival time. Since the state
+does not change between two server steps, clients that will be dispatched later from this state can be computed in
+advance. At real sites, time is real: an asynchronous schedule works in the same way, but uploads arrive when the sites
+send them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from fedloom.schedule import Deadline, OverSelection, Stream
 
 
 def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Return the state after the next step of the server, with the time of the step.
+    """Run a job until the next server step.
 
     Returns:
-        The state after the step, with the time at which the step was taken. Sentences about events in the step follow.
+        The state after the step, including the time of the step. Sentences about events during the step follow.
 
     Raises:
-        RunStopped: too few uploads are usable or can arrive, or the server's state is not finite.
+        RunStopped: too few uploads are usable, too few can still arrive, or the server's state is not finite.
     """
     schedule = job.setting.schedule
     if isinstance(clients, StreamedClients):

@@ -1,4 +1,4 @@
-"""Checks of schedules: combinations that a deadline, spare clients, a buffer or a stream does not support."""
+"""Checks of schedules: settings that do not work with a deadline, over-selection or an asynchronous schedule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedloom.values import kind_of
 
 
 def check_schedule(setting: Setting, n: int) -> None:
-    """Raise if a schedule is impossible, or is incompatible with the method or another part of the run.
+    """Raise an error if a schedule is impossible, or does not work with the method or another part of the run.
 
     Raises:
-        ConfigError: the run's parts are incompatible, or the schedule needs more clients than the run contains. The
+        ConfigError: parts of the run do not work together, or the schedule needs more clients than the run has. The
             message states the reason.
     """
     schedule, method = setting.schedule, setting.method
@@ -49,14 +49,14 @@ def check_schedule(setting: Setting, n: int) -> None:
 
 
 def check_stream(setting: Setting, n: int | None) -> None:
-    """Raise if a run is incompatible with a buffered or asynchronous schedule, in virtual time and at real sites.
+    """Raise an error if a run does not support a buffered or asynchronous schedule, in virtual time or at real sites.
 
     Args:
         setting: settings of the run, with presets resolved.
-        n: number of clients. None if they are not known yet.
+        n: number of clients in the federation. None if it is not known yet.
 
     Raises:
-        ConfigError: the run's parts are incompatible, or the schedule needs more clients than the run contains. The
+        ConfigError: parts of the run do not work together, or the schedule needs more clients than the run has. The
             message states the reason.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler

@@ -1,4 +1,4 @@
-"""Clock: the virtual time of a run, the uploads under way, and the log of finished uploads."""
+"""Clock of a run in virtual time: current time, uploads that are under way, and a log of finished ones."""
 
 from __future__ import annotations
 
@@ -27,38 +27,40 @@ class Fate(IntEnum):
     """Outcome of a client's work."""
 
     USED = 0
-    """The upload was used in a step."""
+    """The upload was used in a server step."""
     UNUSABLE = 1
-    """The upload was not finite or out of bounds."""
+    """The upload contained values that are not finite or out of bounds."""
     LATE = 2
-    """The round ended before the client answered."""
+    """The round ended before the client had replied."""
     LOST = 3
-    """The work was given up after the timeout."""
+    """The server gave up waiting after the timeout."""
     QUERIED = 4
-    """The client answered a question that the sampler asked."""
+    """The client answered a query of the sampler, without training."""
 
 
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
-"""Columns of the log: the client, the number of server steps at its dispatch, the step that used its upload or in which
-it was given up, the times in seconds of its dispatch and its end, its busy time in seconds, and its `Fate`."""
+"""Columns of the log: the client, the number of server steps before its dispatch, the server step that used its upload
+(or during which it was given up), the times in seconds of dispatch and end, the time in seconds during which the client
+was busy, and its `Fate`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
-"""Event at which a client answers or is given up: its time, the number of the dispatch, the client, its flight and its
-position in the flight, the time of the dispatch, the busy time in seconds, and True if the client is given up. Events
-are sorted by the first two."""
+"""Event in which a client replies or is given up. It consists of its time, the serial number of the dispatch, the
+client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in seconds,
+and True if the client is given up. Events are sorted by time and then by serial number."""
 
 
 class Flight(NamedTuple):
-    """Flight: joint results of clients whose uploads are under way.
+    """Results of clients that were dispatched together and whose uploads are under way.
 
     Attributes:
-        version: number of steps that the server had taken at the time of the dispatch.
-        ids: clients ``[m]``.
-        times: number of draws of each client ``[m]``.
-        places: ascending positions of the clients that have not returned yet ``[k]``. The tensors contain only the rows
-            of these clients.
-        fields: tensors by name: uploads, new rows, answers ``[k, .]``, counts ``[k, 7]``, and received downloads.
+        version: number of steps that the server had taken before the dispatch.
+        ids: ids of the clients ``[m]``.
+        times: number of times that each client was drawn ``[m]``.
+        places: positions of the clients whose results are still stored ``[k]``, in ascending order. The tensors in
+            `fields` contain rows only for these clients.
+        fields: named tensors: uploads, new client states, answers ``[k, .]``, counts ``[k, 7]``, and received
+            downloads.
     """
 
     version: int
@@ -69,27 +71,27 @@ class Flight(NamedTuple):
 
     @classmethod
     def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """Return the flight of a chunk, with all its clients still under way."""
+        """Return the `Flight` of a chunk whose clients are all still under way."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
-        """Return the rows of the tensors that belong to the clients at these positions."""
+        """Return the row indices in the tensors of clients that are given by their positions."""
         return np.searchsorted(self.places, places)
 
-    def without(self, places: Ids) -> Flight:
-        """Return the flight without the clients that have returned."""
+    def drop_landed(self, places: Ids) -> Flight:
+        """Return the flight without the clients at these positions."""
         stays = np.ones(len(self.places), dtype=bool)
         stays[self.rows(places)] = False
         left, index = self.places[stays], torch.from_numpy(stays.nonzero()[0])
 
-        def some(name: str, t: Tensor) -> Tensor:
+        def select_rows(name: str, t: Tensor) -> Tensor:
             return t if name.startswith("received.") and t.dim() == 1 else t[index]
 
-        return self._replace(places=left, fields={name: some(name, t) for name, t in self.fields.items()})
+        return self._replace(places=left, fields={name: select_rows(name, t) for name, t in self.fields.items()})
 
 
 def flatten_results(computed: Computed) -> dict[str, Tensor]:
-    """Return the results for a chunk of clients, keyed by the names of the fields of a `Flight`."""
+    """Return the results for a chunk of clients in the form of `Flight.fields`."""
     output = computed.output
     groups = {"upload": output.upload, "received": computed.down, **output.state._asdict()}
     answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
@@ -98,11 +100,11 @@ def flatten_results(computed: Computed) -> dict[str, Tensor]:
 
 
 Piece = tuple[Flight, Ids]
-"""Flight, and the positions of its clients whose uploads arrive."""
+"""`Flight`, and the positions of those of its clients whose uploads arrive."""
 
 
 def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
-    """Return the joint results of the clients in several pieces. A single piece is returned unchanged."""
+    """Return the combined results of the clients in several pieces. The results of a single piece are not copied."""
     columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
     for name in columns[0]:
@@ -125,9 +127,9 @@ def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
 
 
 def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
-    """Return the fields for some clients of a flight.
+    """Return the tensors of some clients of a flight.
 
-    With ``spread``, a shared download is repeated as one row per client.
+    If ``spread`` is set, a download that all clients share is repeated for each client.
     """
     if len(places) == len(flight.places):
         index: slice | Tensor = slice(None)
@@ -143,18 +145,19 @@ def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Clock:
-    """Virtual time of a run between two steps of the server. Its collections are never modified in place.
+    """State of virtual time between two server steps. The collections in it are never modified in place.
 
     Attributes:
         now: seconds since the start of the run.
-        queue: sorted events of the clients that are under way.
-        flights: computed results of these clients, by flight number.
-        back: positions of the clients in each flight that have returned while the flight still stores their rows.
-        serial: number of the next dispatch.
-        log: pieces of the log ``[u, 7]`` (`LOG_COLUMNS`), each at least twice as long as the next piece.
-        pool: clients that were drawn and wait for a free slot, with their numbers of draws, from ``pool_start`` on.
-        pool_start: number of clients that have left the pool.
-        away_sets: at most one set of the queue's clients, for the following step.
+        queue: events of the clients that are under way, in order.
+        flights: results of these clients, keyed by the number of the flight.
+        back: for each flight, positions of clients that have returned but whose rows are still stored.
+        serial: serial number of the next dispatch.
+        log: parts of the log ``[u, 7]`` (see `LOG_COLUMNS`), each at least twice as long as the next one.
+        pool: drawn clients that wait for dispatch and how often each was drawn. Only entries from ``pool_start`` on
+            still wait.
+        pool_start: number of clients at the start of the pool that no longer wait.
+        away_sets: empty, or a list with the set of all clients in the queue, which the next step takes over.
     """
 
     now: float = 0.0
@@ -168,11 +171,11 @@ class Clock:
     away_sets: list[set[int]] = field(default_factory=list, compare=False)
 
     def away(self) -> set[int]:
-        """Return the clients in the queue as a set that the caller may modify."""
+        """Return the set of clients in the queue, which the caller may modify."""
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
-        """Return the pieces of the log with rows appended."""
+        """Return the parts of the log after appending rows."""
         pieces = [*self.log, rows]
         while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
             newest = pieces.pop()
@@ -180,19 +183,19 @@ class Clock:
         return tuple(pieces)
 
     def history(self) -> Rows:
-        """Return the log ``[u, 7]`` as one array."""
+        """Return the complete log ``[u, 7]`` as one array."""
         return np.concatenate([np.zeros((0, len(LOG_COLUMNS))), *self.log])
 
     def used_in(self, round: int) -> Rows:
-        """Return the log rows ``[k, 7]`` whose uploads were used in the newest step."""
+        """Return the log rows ``[k, 7]`` of the uploads that were used in the newest server step ``round``."""
         newest: Rows = self.log[-1]
         chosen: Rows = newest[(newest[:, ROUND_COLUMN] == round) & (newest[:, FATE_COLUMN] == Fate.USED)]
         return chosen
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by name, for a checkpoint.
+        """Return all fields as named tensors, for a checkpoint.
 
-        A field that several flights received in identical form is stored once.
+        A tensor that several flights share is stored once.
         """
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
@@ -217,7 +220,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the clock, restored from the result of `tensors`."""
+        """Read a clock from tensors that `tensors` returned."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -241,23 +244,23 @@ class Clock:
     def landed(
         self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, tuple[int, ...]]
     ) -> None:
-        """Record in ``flights`` and ``back`` that clients of a flight no longer need storage."""
+        """Update ``flights`` and ``back`` for clients of a flight whose results are no longer needed."""
         landed_places, held = (*back.pop(number, ()), *places), len(flights[number].places)
         if len(landed_places) == held:
             del flights[number]
         elif 2 * len(landed_places) < held:
             back[number] = landed_places
         else:
-            flights[number] = flights[number].without(np.array(sorted(landed_places)))
+            flights[number] = flights[number].drop_landed(np.array(sorted(landed_places)))
 
 
 class UploadCounts(NamedTuple):
-    """Numbers of uploads of each client that were used in a step and that were not used.
+    """Numbers of uploads of each client that were used in a server step, and that were not.
 
     Attributes:
-        used: number of uploads that were used in a step ``[n]``.
-        staleness: mean staleness of the used uploads ``[n]``. NaN for a client without a used upload.
-        unheard: number of uploads that were not used in any step ``[n]``.
+        used: number of uploads that were used in a server step ``[n]``.
+        staleness: mean staleness of these uploads ``[n]``. NaN for a client whose uploads were never used.
+        unheard: number of uploads that were not used in any server step ``[n]``.
     """
 
     used: Tensor
@@ -266,7 +269,7 @@ class UploadCounts(NamedTuple):
 
 
 def upload_counts(clock: Clock, n: int) -> UploadCounts:
-    """Return the number of uploads of each client in the log."""
+    """Count the uploads of each client in the log."""
     log = clock.history()
     merged, lost = (
         log[log[:, FATE_COLUMN] == Fate.USED],
@@ -282,12 +285,12 @@ def upload_counts(clock: Clock, n: int) -> UploadCounts:
 
 
 class Use(NamedTuple):
-    """How the clients have used their time so far.
+    """Division of the elapsed time of each client into busy, absent and idle time.
 
     Attributes:
-        busy: time in seconds for work and messages ``[n]``.
-        absent: time in seconds during which a client was absent ``[n]``.
-        idle: remaining time in seconds ``[n]``.
+        busy: seconds for training and messages ``[n]``.
+        absent: seconds during which the client was absent ``[n]``.
+        idle: remaining seconds ``[n]``.
     """
 
     busy: Tensor
@@ -296,7 +299,7 @@ class Use(NamedTuple):
 
 
 def use_of(clock: Clock, fleet: Fleet) -> Use:
-    """Return how each client has used its time, from the log and the clients under way."""
+    """Return how each client has spent its time, according to the log and the clients under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

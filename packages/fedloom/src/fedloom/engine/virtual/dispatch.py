@@ -1,4 +1,4 @@
-"""Dispatch: the work of clients when they are sent off, and the server's step on the uploads that have arrived."""
+"""Computation of clients at their dispatch, and the server step with uploads that have arrived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedloom.schedule import Fleet, Stream
 
 
 def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
-    """Return the log rows ``[m, 7]`` of clients that all start at ``start`` and whose uploads are used."""
+    """Return log rows ``[m, 7]`` for clients that all start at the time ``start`` and whose uploads are used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
     columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
@@ -40,15 +40,15 @@ def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, s
 def compute(
     job: Job, clients: LocalClients, state: State, ids: Tensor, times: Tensor, steps: Tensor | None = None
 ) -> list[Flight]:
-    """Return the results of clients computed from a state, in the order in which a round would process the clients.
+    """Train clients from a given state, and return their results in the order of a synchronous round.
 
     Args:
         job: the run.
-        clients: clients of the run, which compute.
-        state: state at the time of the dispatch.
-        ids: clients ``[m]``, ascending.
-        times: number of draws of each client ``[m]``.
-        steps: number of local steps of each client ``[m]``. None: the number that the run's settings specify.
+        clients: object that trains the clients.
+        state: state of the run at the dispatch.
+        ids: ids of the clients ``[m]`` in ascending order.
+        times: number of times that each client was drawn ``[m]``.
+        steps: number of local steps of each client ``[m]``. None for the number in the run's settings.
     """
     t = state.round + 1
     order = longest_first(job, ids)
@@ -79,9 +79,9 @@ def compute(
 def step_on(
     job: Job, clients: Clients, state: State, t: int, pieces: Sequence[Piece], sampler: Fields, query_counts: Tensor
 ) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
-    """Return the state after a server step on uploads that have arrived.
+    """Take a server step with uploads that have arrived.
 
-    The clients whose uploads were used are returned together with the state.
+    Return the new state, sentences about events, and the clients whose uploads were used.
     """
     cohort = torch.from_numpy(np.concatenate([flight.ids[places] for flight, places in pieces]))
     times = np.concatenate([flight.times[places] for flight, places in pieces])
@@ -111,10 +111,11 @@ def step_on(
 
 
 def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
-    """Return pieces that are processed together, each with at most as many clients as a chunk.
+    """Return groups of pieces that are processed together, with at most as many clients as a chunk where possible.
 
-    Whole chunks of the current version are processed one by one, exactly as in a round, so results are equal bit for
-    bit. If a method needs a single download to know where a client started, pieces are processed one by one too.
+    Complete chunks that were dispatched from the current state are processed one by one, as in a synchronous round, so
+    that results are bit for bit the same. Pieces are also processed one by one if the method computes the model that a
+    client received from a single download.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
     if whole or type(job.algorithm).received is not Algorithm.received:

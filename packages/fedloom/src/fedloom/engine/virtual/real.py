@@ -1,7 +1,7 @@
-"""Streams at real sites: the steps of `fedloom.engine.virtual.stream`, with uploads that arrive when sites send them.
+"""Asynchronous schedules at real sites, which send uploads at any time (see `fedloom.engine.virtual.stream`).
 
-A training client is an event without an end: until its upload arrives, its flight contains the download that it
-received, from which a restarted server sends the same message again.
+While a site trains, its `Event` has no end time, and its `Flight` contains the download, from which a restarted server
+can send the same message again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLIGHT_INDEX: Final = 3
 
 
 class RealVersion(Version):
-    """Version at real sites (see `Version`)."""
+    """Time between two server steps at real sites (see `Version`)."""
 
     _clients: StreamedClients
 
@@ -67,7 +67,7 @@ class RealVersion(Version):
         self._serial += 1
 
     def _ask(self, event: Event) -> None:
-        """Send a client the message that its flight contains, now."""
+        """Send a client the download that its `Flight` contains."""
         flight = self._flights[event[FLIGHT_INDEX]]
         server = self._state.server if flight.version == self._state.round else None
         self._clients.ask_to_train(event[CLIENT_INDEX], flight.version + 1, self._read_downloads(flight), server)
@@ -87,7 +87,7 @@ class RealVersion(Version):
             flight = self._flights[number]
             if client in outputs:
                 received = self._read_downloads(flight)
-                output = clients.with_model(outputs[client], received)
+                output = clients.add_model(outputs[client], received)
                 server = self._state.server if flight.version == self._state.round else None
                 fields = flatten_results(computed(self._job, server, torch.from_numpy(flight.ids), received, output))
                 self._flights[number] = flight._replace(fields=fields)

@@ -1,4 +1,4 @@
-"""Rounds in virtual time: a round ends with the last answer, at a deadline, or once enough clients have answered."""
+"""Rounds in virtual time, which end with the last reply, at a deadline, or when enough clients have replied."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 
 def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Return the state after a round that ends with its last answer.
+    """Run a round that ends with the last reply.
 
-    Its numbers are the same as without a clock.
+    Its results are the same as without a clock.
     """
     assert state.clock is not None
     assert job.fleet is not None
@@ -56,7 +56,7 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
 
 
 def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Return the state after a round that ends at its deadline, or after enough answers."""
+    """Run a round that ends at its deadline, or when enough clients have replied."""
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
@@ -110,12 +110,12 @@ def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tup
 
 
 def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
-    """Return the positions of clients in an ascending cohort."""
+    """Return the positions of clients in a cohort that is sorted in ascending order."""
     return torch.searchsorted(cohort, torch.from_numpy(clients.astype(np.int64)))
 
 
 def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
-    """Return the local steps ``[m]`` for which clients have time, in addition to a model down and a model up."""
+    """Return the number of local steps ``[m]`` for which clients have time besides receiving and sending a model."""
     assert job.fleet is not None
     model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
     length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
@@ -127,7 +127,7 @@ def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
 
 
 class Observed:
-    """Record the outcome of each client of a round."""
+    """Clients of a run, with a record of the outcome for each client of a round."""
 
     def __init__(self, clients: LocalClients) -> None:
         self._clients = clients
@@ -157,7 +157,7 @@ class Observed:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """Return the time at which all candidates have answered, and their rows for the log."""
+        """Return the time at which all queried clients have answered, and their log rows."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

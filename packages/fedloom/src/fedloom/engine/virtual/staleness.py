@@ -1,9 +1,9 @@
-"""Staleness: how an upload that was computed from an older model is applied to the current model.
+"""Staleness: how the server uses an upload that was computed from an older model.
 
-A change from the received model is multiplied by the factor for its staleness and added to the current model. An
-absolute model is first converted to such a change. Sums over rounds and the rows that the server stores for each client
-are applied unscaled, because the server's sums must remain equal to the sums of the clients' states. Values such as
-losses and counts are applied unscaled too.
+A change from the received model is multiplied by a factor that depends on its staleness, and added to the current
+model. An absolute model is first converted to such a change. Values that the server accumulates or stores for each
+client are not multiplied, because the sums at the server must remain equal to the sums of the clients' states. Values
+such as losses and counts are not multiplied, either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.schedule import Stream
 
 
 def discountable(algorithm: type[Algorithm]) -> dict[str, Kind]:
-    """Return the upload fields that are changes from the received model, or are converted to changes."""
+    """Return the upload fields that are changes from the received model, or that are converted to such changes."""
     kinds = upload_fields(algorithm).items()
     return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
 
@@ -31,18 +31,18 @@ def _is_change(kind: Kind) -> bool:
 def applied_now(
     job: Job, server: Fields, t: int, ids: Tensor, upload: Fields, received: Fields, staleness: Tensor
 ) -> Fields:
-    """Return an upload converted for the server's current state.
+    """Return uploads after converting them for the server's current state.
 
-    The upload is unchanged if it is not stale and no model is mixed in.
+    They stay unchanged if they are not stale and the schedule has no mixing rate.
 
     Args:
-        job: run whose schedule is a `Stream`.
+        job: run with an asynchronous schedule (`Stream`).
         server: current state of the server.
         t: number of the round.
-        ids: clients ``[m]``.
-        upload: upload as the clients sent it.
-        received: download from which the clients started.
-        staleness: number of steps that the server has taken since the dispatch ``[m]``.
+        ids: ids of the clients ``[m]``.
+        upload: uploads as the clients sent them.
+        received: downloads from which the clients started.
+        staleness: number of server steps since the dispatch of each client ``[m]``.
     """
     schedule, fields = job.setting.schedule, discountable(type(job.algorithm))
     assert isinstance(schedule, Stream)

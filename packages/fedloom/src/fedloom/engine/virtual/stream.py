@@ -1,4 +1,4 @@
-"""Streams: clients train all the time, and the server steps on the uploads that arrive first."""
+"""Asynchronous schedules: clients train all the time, and the server takes steps with the uploads that arrive first."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
 MAX_VERSION_DRAWS = 16
-"""Number of the sampler's draws at one version after which a slot stays free until the next event."""
+"""Maximum number of cohorts drawn between two server steps. After these, free slots stay empty until the next event."""
 
 MAX_IDLE_ATTEMPTS = 1000
-"""Largest number of times in a row that all slots are free and no drawn client is present, or that a client is given
-up, before a run ends. The number of clients is added to the second limit."""
+"""Maximum number of consecutive times that no drawn client is present while all slots are free, or that a client is
+given up. The run then ends. For clients that are given up, the number of clients is added to this limit."""
 
 
 LOST_FATE, USED_FATE, UNUSABLE_FATE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
 
 NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
-"""Cost of querying candidates if no candidates are queried."""
+"""Cost of querying candidates if none are queried."""
 
 
 class Version(ABC):
-    """Version: the time from one server step to the next, during which the server's state does not change.
+    """Time between two server steps, during which the server's state does not change.
 
-    A subclass defines the time: which clients are present (`_is_there`), how a client's work is prepared and begins
-    (`_compute`, `_dispatch`), and how the run waits until an upload arrives (`_wait`).
+    A subclass determines which clients are present (`_is_there`), how a client's training is prepared and started
+    (`_compute`, `_dispatch`), and how the run waits for an upload (`_wait`).
 
     Args:
         job: the run.
-        clients: clients of the run, which compute.
-        state: state after the last step.
-        schedule: schedule with the number of clients that train at a time and the number of uploads per step.
+        clients: object that trains the clients.
+        state: state after the last server step.
+        schedule: schedule with the number of clients that train at the same time and the number of uploads per server
+            step.
     """
 
     def __init__(self, job: Job, clients: Clients, state: State, schedule: Stream) -> None:
@@ -66,7 +67,10 @@ class Version(ABC):
         self._silent = 0
 
     def run(self) -> tuple[State, tuple[str, ...]]:
-        """Dispatch clients and wait until enough uploads have arrived. Return the state after the server's step."""
+        """Dispatch clients, wait until enough uploads have arrived, and take a server step.
+
+        Return the new state and sentences about events.
+        """
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
         while len(self._waiting) < self._size:
@@ -88,7 +92,7 @@ class Version(ABC):
         return self._finish()
 
     def _give_up(self, event: Event) -> None:
-        """Take back a client that has not answered in time."""
+        """Record that a client has not replied in time, so that it can be dispatched again."""
         self._lost.append(event)
         self._away.discard(event[2])
         self._silent += 1
@@ -106,16 +110,16 @@ class Version(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Advance the time until an upload may arrive.
+        """Advance the time until an upload may have arrived.
 
         Raises:
-            RunStopped: no upload will ever arrive again.
+            RunStopped: no further upload can arrive.
         """
 
     def _fill(self, free: int, ahead: int) -> None:
-        """Dispatch as many clients now as there are free slots.
+        """Dispatch a client for each free slot.
 
-        Together with them, compute the clients that may follow at this version.
+        At the same time, compute up to ``ahead`` clients in total that may be dispatched before the next server step.
         """
         if free <= 0:
             return
@@ -131,15 +135,15 @@ class Version(ABC):
 
     @abstractmethod
     def _is_there(self, client: int) -> bool:
-        """Return True if a client that is not under way can be sent off now."""
+        """Return True if a client that is not under way can be dispatched now."""
 
     def _is_free(self, client: int) -> bool:
         return client not in self._away and self._is_there(client)
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
-        """Return the next free and present clients from the pool, with their numbers of draws.
+        """Return the next clients in the pool that can be dispatched, with the number of times that each was drawn.
 
-        Clients that are under way leave the pool. Absent clients keep their position in the pool.
+        Clients that are under way are removed from the pool. Absent clients keep their places in it.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -157,9 +161,9 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw another cohort.
+        """Draw another cohort into the pool.
 
-        The clients of the draw wait in the pool, in an order drawn for this purpose, unless they are ``excluded``.
+        Its clients wait there in a random order, except for those in ``excluded``.
         """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
@@ -175,17 +179,17 @@ class Version(ABC):
 
     @abstractmethod
     def _compute(self, ids: Tensor, times: Tensor) -> None:
-        """Prepare clients ``ids [m]``, in ascending order and drawn ``times [m]``, for dispatch at this version."""
+        """Prepare clients ``ids [m]`` (ascending, each drawn ``times [m]`` times) for dispatch before the next step."""
 
     def _serial_of_flight(self) -> int:
         return next(reversed(self._flights), -1) + 1
 
     @abstractmethod
     def _dispatch(self, client: int) -> None:
-        """Send a client off now."""
+        """Start the training of a client."""
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
-        """Return the state after a server step on the waiting uploads."""
+        """Take a server step with the arrived uploads, and return the new state and sentences about events."""
         job, state, t = self._job, self._state, self._state.round + 1
         places: dict[int, list[int]] = {}
         for event in self._waiting:
@@ -199,7 +203,7 @@ class Version(ABC):
         return new.with_(clock=self._advance_clock(set(used.tolist()), places)), events
 
     def _advance_clock(self, used: set[int], places: dict[int, list[int]]) -> Clock:
-        """Return the clock after the step."""
+        """Return the clock after a server step."""
         t, log, flights = self._state.round + 1, list[float](), self._flights
         for end, _, client, number, _, start, busy, lost in (*self._waiting, *self._lost):
             fate = LOST_FATE if lost else USED_FATE if client in used else UNUSABLE_FATE
@@ -220,7 +224,7 @@ class Version(ABC):
 
 
 class VirtualVersion(Version):
-    """Version in virtual time, in which the devices determine how long a client takes (see `Version`)."""
+    """Time between two server steps in virtual time, where devices determine how long clients take (see `Version`)."""
 
     _clients: LocalClients
 
@@ -233,7 +237,7 @@ class VirtualVersion(Version):
         return self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
 
     def _wait(self) -> None:
-        """Advance the time until a client is present."""
+        """Advance the time until a client is present that can be dispatched."""
         t, before = self._state.round + 1, self._under_way()
         times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
         soonest = min(times, default=math.inf)
@@ -259,7 +263,7 @@ class VirtualVersion(Version):
                 self._ready[client] = number, place, work
 
     def _dispatch(self, client: int) -> None:
-        """Send a client off now."""
+        """Start the training of a client in virtual time."""
         number, place, busy = self._ready.pop(client)
         presence, end, lost = self._fleet.presence, self._now + busy, False
         if presence is not None:

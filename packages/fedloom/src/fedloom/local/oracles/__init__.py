@@ -1,4 +1,4 @@
-"""The oracles, and the rule that chooses between them."""
+"""Oracles, which compute gradients, and the rule that chooses one of them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 ORACLES: dict[str, type[Network]] = {"compiled": Fused, "vmap": Stacked, "loop": Looped}
 
 CPU_BYTES = 4 << 20
-"""Number of parameters per chunk that fit in a core's cache: about five clients of a 200,000-parameter network."""
+"""Bytes of parameters per chunk that fit into a core's cache, which are about five clients of a network with 200,000
+parameters."""
 
 GPU_BYTES = 1 << 30
-"""Number of parameters per chunk on an accelerator."""
+"""Bytes of parameters per chunk on an accelerator."""
 
 
 def make_oracle(
@@ -41,17 +42,17 @@ def make_oracle(
     augment: Augment | None = None,
     precision: Precision = "full",
 ) -> Network:
-    """Create the oracle for a model on a federation.
+    """Create the oracle that computes gradients of a model on a federation.
 
-    ``auto`` follows a fixed rule: models of linear layers with pointwise activations use `Fused`. On a CPU, such layers
-    may also be bodies of a larger network (`fedloom.models.parts.Bodied`). A model with batch statistics, with buffers
-    or attributes that training changes, with its own randomness, or that vmap rejects, uses `Looped`. Any other model
-    uses `Looped` on a CPU and `Stacked` on an accelerator.
+    ``auto`` follows a fixed rule: `Fused` computes models of linear layers with pointwise activations. On a CPU, it
+    also computes larger networks whose bodies consist of such layers (`fedloom.models.parts.Bodied`). `Looped` computes
+    a model that uses batch statistics, changes buffers or attributes in training, draws its own random numbers, or is
+    rejected by vmap. All other models use `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
-        ConfigError: unknown name.
-        ConfigError: samples to augment are not images, or the chosen oracle cannot compute the model, or cannot compute
-            it in this precision.
+        ConfigError: the name is unknown.
+        ConfigError: samples to augment are not images, or the chosen oracle cannot compute the model, or not in this
+            precision.
     """
     if augment is not None and len(fed.data.shape) != 3:
         raise Refused(
@@ -103,12 +104,12 @@ def _needs_loop(module: nn.Module, fed: Federation) -> bool:
 
 
 def loop_reason(module: nn.Module, fed: Federation) -> str:
-    """Return why `auto` computes a model client by client on an accelerator, if vmap is the only obstacle."""
+    """Return why `auto` does not use vmap for a model on an accelerator, or "" if vmap is not the only obstacle."""
     return "" if fed.device.type == "cpu" or _needs_loop(module, fed) else fails_stacked(module, fed)
 
 
 def chunk_limit(oracle: Oracle) -> int:
-    """c(model, device): largest number of clients per chunk."""
+    """Return the maximum number of clients per chunk for a model and a device."""
     if oracle.name == "loop":
         return 1
     budget = CPU_BYTES if oracle.device.type == "cpu" else GPU_BYTES
@@ -116,10 +117,10 @@ def chunk_limit(oracle: Oracle) -> int:
 
 
 def chunk_count(m: int, limit: int) -> int:
-    """Return the number K of chunks for a cohort of ``m`` clients: the smallest multiple of 4 with m/K <= ``limit``.
+    """Return the number K of chunks for ``m`` clients, which is the smallest multiple of 4 with m/K <= ``limit``.
 
-    For m < 16, it is the smallest number that is sufficient, or 1 if four times the cohort would fit, because the cost
-    of a step then does not depend on the number of clients.
+    If m < 16, or if four times as many clients would fit into one chunk, it is the smallest sufficient number, because
+    the cost of a step then does not depend on the number of clients.
 
     >>> chunk_count(100, 10), chunk_count(100, 200), chunk_count(10, 200), chunk_count(100, 400)
     (12, 4, 1, 1)

@@ -1,4 +1,4 @@
-"""The part of a network above the bodies that `Fused` computes, which autograd computes for all clients at once."""
+"""Part of a network above the bodies that `Fused` computes, for which autograd computes all clients at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Above:
-    """Part of a network that receives the outputs of its bodies.
+    """Part of a network (the head) that takes the outputs of the network's bodies as input.
 
     Args:
-        module: the network.
-        layout: layout of a row.
-        task: the loss.
-        below: names of the bodies' parameters.
+        module: the whole network.
+        layout: layout of a client's row.
+        task: task that defines the loss.
+        below: names of the parameters of the bodies.
     """
 
     def __init__(self, module: Bodied, layout: Layout, task: Task, below: set[str]) -> None:
@@ -39,12 +39,15 @@ class Above:
 
     @cached_property
     def represents(self) -> bool:
-        """True if the representation is inside this part, and is not the output of a body."""
+        """True if the representation is computed in this part of the network, and not by a body."""
         return penultimate(self._module) not in self._module.bodies()
 
     @torch.no_grad()
     def features(self, w: Tensor, ends: list[Tensor]) -> Tensor:
-        """Return representations ``[m, b, k]`` in evaluation mode. ``ends [m, b, .]`` are outputs of the bodies."""
+        """Return the representations ``[m, b, k]`` of samples in evaluation mode.
+
+        ``ends [m, b, .]`` are the outputs of the bodies.
+        """
         set_training(self._module, False)
         rows = self._layout.tree(w)
         _, representations = vmap(self._call)({name: rows[name] for name in self.parameters}, *ends)
@@ -60,16 +63,16 @@ class Above:
         terms: Sequence[Bound],
         anchors: Sequence[Sequence[Tensor]],
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return the gradients of ``ends`` and of all parameters that have a gradient, ``[m, ...]``.
+        """Return the gradients ``[m, ...]`` of the parameters in this part (if they have one), and of ``ends``.
 
         Args:
-            w: ``[m, d]``.
+            w: models ``[m, d]``.
             ends: outputs of the bodies ``[m, b, .]``.
-            data: the samples.
-            total: divisor of the sum of terms ``[m, 1]``.
+            data: samples of the batch.
+            total: number by which the sum of the terms is divided ``[m, 1]``.
             functions: functions of the terms.
-            terms: per-client data of each term.
-            anchors: features for each term and anchor.
+            terms: weights and arguments of each term.
+            anchors: features of the samples for each term and anchor.
         """
         rows = self._layout.tree(w)
         parameters = {name: rows[name].detach().requires_grad_() for name in self.parameters}
@@ -98,7 +101,7 @@ class Above:
         return gradients, deltas
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if it is above the bodies."""
+        """Return outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if this part computes it."""
         with self._holder.holding([*parameters.values()]), caught(self._layer if self.represents else None) as features:
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs

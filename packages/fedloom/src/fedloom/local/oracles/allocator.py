@@ -1,4 +1,4 @@
-"""Memory that the C library reuses, because getting fresh pages from the system takes longer than the computation."""
+"""Configuration of the C library's allocator to reuse memory, because new pages take longer than the computation."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import ctypes
 from functools import cache
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
-"""Names of `mallopt` (glibc)."""
+"""Parameters of glibc's `mallopt`."""
 
 MAX_BLOCK_BYTES = 32 << 20
-"""Size in bytes of the largest block that is reused, which is glibc's maximum."""
+"""Size in bytes of the largest block that is reused, which is the maximum in glibc."""
 
 MAX_RETAINED_BYTES = 256 << 20
-"""Largest number of bytes that are kept: enough for the temporary rows of several fields of a chunk."""
+"""Maximum number of bytes that are kept, which is enough for the temporary rows of several fields of a chunk."""
 
 
 @cache
 def keep_memory() -> None:
-    """Apply the setting once per process. Nothing happens if the C library does not support it."""
+    """Configure the allocator once per process. Nothing happens if the C library does not support it."""
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
         change(MMAP_THRESHOLD, MAX_BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Oracle: defines a client's local problem f_i, and computes its gradient."""
+"""Base class of oracles, which define each client's local problem f_i and compute its gradient."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]
-"""Function of the outputs ``[b, a]`` of single samples."""
+"""Function that is applied to the outputs ``[b, a]`` of samples."""
 
 Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""(w, ids, mu, steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask.
+"""Function (w, ids, mu, steady, mask) that returns argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in
+the mask.
 
-mu is ``[m, 1]``, or ``[m, d]`` for a strength per coordinate.
+The strength mu is ``[m, 1]``, or ``[m, d]`` for a different strength in each coordinate.
 """
 
 
 Steps = tuple[float | Tensor, float, Tensor | None, Tensor | None, tuple[float | Tensor, float] | None]
-"""(beta, alpha, steady, scale, None): ``w <- beta w + alpha scale grad + steady``.
+"""Form of an SGD step. (beta, alpha, steady, scale, None) is ``w <- beta w + alpha scale grad + steady``.
 
-With (pulled, rate) in place of None: ``v <- beta v + alpha scale grad + steady + pulled w``, ``w <- w - rate v``,
-starting at v = 0.
+With (pulled, rate) in place of None, it is ``v <- beta v + alpha scale grad + steady + pulled w`` and ``w <- w - rate
+v``, where v starts at 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
-"""Function (w, plan, steps [m], step form) that takes all steps at once, in place."""
+"""Function (w, plan, steps [m], form of the step) that takes all steps in place in one call."""
 
 
 class Features(NamedTuple):
@@ -43,7 +44,10 @@ class Features(NamedTuple):
 
 
 class Oracle(ABC):
-    """Local problems of all clients. An oracle does not modify its arguments, except ``out``."""
+    """Local problems of all clients, with the functions that compute them.
+
+    No method modifies its arguments, except for ``out``.
+    """
 
     name: ClassVar[str]
     layout: Layout
@@ -51,7 +55,7 @@ class Oracle(ABC):
     device: torch.device
     minimise: Minimise | None = None
     whole: bool = False
-    """True if the loss is a function of all of a client's samples together, and not a mean over samples."""
+    """True if the loss depends on all samples of a client together instead of being a mean over samples."""
 
     def loop_for(self, w: Tensor) -> Descend | None:
         """Return a function that takes all SGD steps on rows like ``w [m, d]`` in one call, or None."""
@@ -59,25 +63,25 @@ class Oracle(ABC):
 
     @property
     def reached(self) -> Tensor | None:
-        """Mask ``[d]`` of the parameters that affect the loss of some sample: 1 if they do, 0 if not.
+        """Mask ``[d]`` with 1 for parameters that affect the loss of any sample, and 0 for the others.
 
-        None if all parameters affect the loss.
+        None if all parameters do.
 
-        PyTorch optimizers do not change a parameter that has no gradient, with or without weight decay.
+        As in PyTorch, optimizers and weight decay do not change a parameter that has no gradient.
         """
         return None
 
     @property
     def reached_with_terms(self) -> Tensor | None:
-        """`reached` for a loss with terms on the representation. None if all parameters affect it."""
+        """Mask as in `reached`, for a loss with terms on the representation. None if all parameters affect the loss."""
         return None
 
     @abstractmethod
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the number of training samples ``[m]`` of each of the clients ``ids``."""
+        """Return the number of training samples ``[m]`` of the clients ``ids``."""
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Return the data by which the oracle finds the samples at ``position [..., m, b]`` of clients ``ids [m]``."""
+        """Return references to the samples at ``position [..., m, b]`` of clients ``ids [m]`` for later use."""
         return position
 
     @abstractmethod
@@ -92,41 +96,42 @@ class Oracle(ABC):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Set ``out <- beta out + alpha grad + steady``, for the mean loss of ``batch`` and the terms at ``w``.
+        """Set ``out <- beta out + alpha grad + steady``, where grad is the gradient of the mean loss plus terms.
 
         Args:
-            out: rows ``[m, d]``, which are written in place. Without terms, ``out`` may be ``w`` itself (which gives an
-                SGD step in one pass).
-            w: ``[m, d]``.
-            batch: one batch per row.
-            beta: number, or ``[m, 1]``. If it is 0, the old values of ``out`` are ignored.
+            out: rows ``[m, d]`` that are changed in place. Without terms, ``out`` may be ``w`` itself, which makes this
+                an SGD step in one pass.
+            w: models ``[m, d]`` at which the gradient is computed.
+            batch: one batch for each row.
+            beta: factor of ``out``, a number or ``[m, 1]``. If it is the number 0, the old values are ignored, even if
+                they are not finite.
             alpha: factor of the gradient.
             steady: vector ``[m, d]``, or None for zero.
             functions: functions of the terms on the representation.
-            terms: per-client data of each term.
+            terms: weights, anchors and arguments of each term.
 
         Raises:
-            ConfigError: terms are given, and `add_terms_` would raise.
+            ConfigError: terms are given, but this oracle cannot compute them (see `add_terms_`).
         """
 
     @abstractmethod
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the sample losses of ``batch`` at ``w``, divided by ``batch.total``, ``[m, 1]``.
 
-        No dropout.
+        Dropout is not applied.
         """
 
     @abstractmethod
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the mean ``[m, a]`` of ``reduce`` of the outputs of ``layer``, for ``batch`` or for all samples."""
+        """Return the mean ``[m, a]`` of ``reduce(outputs of layer)`` over ``batch`` or all training samples."""
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the share of a client's training samples that are predicted correctly, ``[m, 1]``.
+        """Return the fraction of each client's training samples that are predicted correctly, ``[m, 1]``.
 
         Raises:
-            ConfigError: predictions cannot be correct or incorrect in this task.
+            ConfigError: the task has no correct and incorrect predictions.
         """
         raise Refused(
             "accuracy needs classes, but this task has no classes",
@@ -135,7 +140,7 @@ class Oracle(ABC):
         )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Count each client's training samples in two groups ``[m, 8]`` (`Work.group_counts`).
+        """Return counts of each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
 
         Raises:
             ConfigError: the task is not binary, or the groups do not exist.
@@ -147,7 +152,7 @@ class Oracle(ABC):
         )
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return each client's number of training samples by class ``[m, c]``, in the oracle's dtype.
+        """Return the number of training samples per class of each client, ``[m, c]``, in the dtype of the oracle.
 
         Raises:
             ConfigError: the task has no classes.
@@ -167,10 +172,10 @@ class Oracle(ABC):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """Compute ``out <- out + alpha gradient`` for terms on the representation (`fedloom.local.terms`).
+        """Add alpha times the gradient of terms on the representation to ``out`` (see `fedloom.local.terms`).
 
         Raises:
-            ConfigError: there is no representation, or the loss is not a mean over samples.
+            ConfigError: the model has no representation, or the loss is not a mean over samples.
         """
         raise Refused(
             f"gradient engine {self.name!r} has no representation to which a term could apply. Use a "
@@ -178,7 +183,7 @@ class Oracle(ABC):
         )
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the mean representation ``[m, c, k]`` of each class in the training parts, 0 for a missing class.
+        """Return the mean representation of each class in the training parts, ``[m, c, k]``, or 0 for a missing class.
 
         Raises:
             ConfigError: the task has no classes.
@@ -190,7 +195,7 @@ class Oracle(ABC):
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Return the representations and labels of each client's training part, in the order of the part.
+        """Return representations and labels of each client's training samples, in the order of the training part.
 
         Raises:
             ConfigError: the task has no classes.

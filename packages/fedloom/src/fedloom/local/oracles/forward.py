@@ -1,4 +1,4 @@
-"""Forward passes of one sample that measure a network: its activations, and its fastest memory format."""
+"""Forward passes with one sample, which measure activations and find a network's fastest memory format."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
 
 FORWARD_SAMPLES = 4096
-"""Largest number of samples that are evaluated together."""
+"""Maximum number of samples that are evaluated together."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Size in bytes of the widest activation of a piece. With `FORWARD_SAMPLES` samples, a CNN takes two to three times as
-long."""
+"""Maximum size in bytes of the largest activation when samples are evaluated together. If `FORWARD_SAMPLES` were the
+only limit, a CNN would take two to three times as long."""
 
 USUAL_BATCH = 20
-"""Number of samples of a step for which pooled elements are compared with the weights of convolutions."""
+"""Assumed number of samples per step when the size of pooled activations is compared to that of convolution weights."""
 
 
 @contextmanager
 def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[Tensor]]:
-    """Record the outputs of ``layer`` for each call, or its inputs if ``entering`` is set.
+    """Record the outputs of ``layer`` in each call, or its inputs if ``entering`` is True.
 
-    Without a layer, the list is empty.
+    If ``layer`` is None, nothing is recorded.
     """
     values: list[Tensor] = []
     if layer is None:
@@ -48,13 +48,16 @@ def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[
 
 
 def set_training(module: nn.Module, training: bool) -> None:
-    """Set the mode of a network whose layers all have the same mode. Visiting all layers takes time."""
+    """Set the mode of a network, unless it already has this mode.
+
+    Setting the mode visits all layers, which takes time.
+    """
     if module.training is not training:
         module.train(training)
 
 
 class Spot(NamedTuple):
-    """Position of a network's representation: the output of a submodule, or its input if ``entering`` is set."""
+    """Location of a network's representation: the output of a submodule, or its input if ``entering`` is True."""
 
     name: str
     entering: bool = False
@@ -63,9 +66,9 @@ class Spot(NamedTuple):
 def representing(module: nn.Module, sample: Tensor) -> Spot:
     """Find the representation of a network, which is the input of its head.
 
-    It is the output of `penultimate`, unless a function such as ``F.relu`` comes between this layer and the head: in
-    this case, the two tensors occupy different memory when a ``sample [1, ...]`` passes through. If the network names a
-    layer, this layer is used without a check.
+    This is the output of the layer `penultimate`, unless a function such as ``F.relu`` is applied between this layer
+    and the head. To detect this, a ``sample [1, ...]`` is passed through: the two tensors then occupy different memory.
+    If the network itself names a layer, this layer is used without the check.
 
     Raises:
         ConfigError: the head is the first layer.
@@ -90,9 +93,9 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
-    """Return True if the head's input is the layer's output, possibly in a different shape.
+    """Return True if the head's input is the output of the layer, possibly in a different shape.
 
-    Equal values alone could be a coincidence.
+    Comparing only the values would not suffice, because they could be equal by coincidence.
     """
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
@@ -100,12 +103,15 @@ def _is_same(output: object, taken: Tensor) -> bool:
 
 
 def repeat_single(x: Tensor) -> Tensor:
-    """Repeat a single sample, so that batch normalization has a (zero) variance. Means are unchanged."""
+    """Repeat a sample if it is the only one, so that batch normalization can compute a variance (of zero).
+
+    Means are unchanged.
+    """
     return x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x
 
 
 def evaluated_together(module: nn.Module, sample: Tensor) -> int:
-    """Return the number of samples evaluated together, given the widest activation of one ``sample [1, ...]``."""
+    """Return how many samples are evaluated together, based on the largest activation for one ``sample [1, ...]``."""
     widths = [sample.numel()]
     hooks = [
         m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
@@ -121,7 +127,7 @@ def evaluated_together(module: nn.Module, sample: Tensor) -> int:
 
 
 def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: Tensor) -> dict[str, torch.Size]:
-    """Return the input shapes of each dropout layer for one ``sample [1, ...]``, by layer name."""
+    """Return the shape of each dropout layer's input for one ``sample [1, ...]``, keyed by name of the layer."""
     shapes: dict[str, torch.Size] = {}
     hooks = [
         m.register_forward_pre_hook(lambda _m, args, name=name: shapes.__setitem__(name, args[0].shape[1:]))
@@ -136,10 +142,10 @@ def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: T
 
 
 def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
-    """Return channels last on a CPU if pooling gains more from it than the weights of convolutions lose.
+    """Return channels last on a CPU if this saves more time in pooling than it costs for the weights of convolutions.
 
-    Pooling is then several times as fast. Weights and their gradients are stored in the other order in a row, and are
-    copied in every step.
+    With this format, pooling is several times as fast. On the other hand, a row stores weights and gradients in a
+    different order, so they must be copied in every step.
     """
     weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d))
     if not weights or sample.dim() != 4 or sample.device.type != "cpu":

@@ -1,6 +1,7 @@
-"""Fused: linear layers and pointwise activations of all clients at once, without storing a gradient.
+"""Fused oracle, which computes linear layers and pointwise activations of all clients at once and stores no gradient.
 
-The backward product of a layer is added directly to ``out`` (in an SGD step, to the parameters themselves).
+The product that yields the gradient of a layer is added directly to ``out`` (which holds the parameters themselves in
+an SGD step).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ ACTIVATION_DERIVATIVES: dict[type[nn.Module], Backward] = {
     nn.SiLU: lambda _, delta, z, _h: aten.silu_backward(delta, z),
     nn.ELU: lambda layer, delta, z, _h: aten.elu_backward(delta, layer.alpha, 1.0, 1.0, False, z),
 }
-"""Derivative of each activation: (layer, delta, input z, output h) -> delta of the layer below."""
+"""Backward functions of activations, which compute the gradient of the input from (layer, gradient of the output, input
+z, output h)."""
 
 
 def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
@@ -80,7 +82,7 @@ class Chain(NamedTuple):
 
 
 def chains_of(module: nn.Module) -> list[Chain] | None:
-    """Return the chain of a network, or the chains of its bodies, or None if a chain contains any other layer."""
+    """Return the chain of a network, or the chains of its bodies, or None if Fused cannot compute one of them."""
     bodies, chains = {"": module}, list[Chain]()
     if isinstance(module, Bodied):
         if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
@@ -100,12 +102,12 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
 
 
 class Fused(TermNetwork):
-    """Gradient steps of stacked networks of linear layers, by batched products (see `Network` for the arguments).
+    """Oracle that computes stacked networks of linear layers by batched products (see `Network` for the arguments).
 
-    Autograd computes the part of a network above its bodies (`fedloom.models.parts.Bodied`).
+    If a network has a part above its bodies (`fedloom.models.parts.Bodied`), autograd computes this part.
 
     Raises:
-        ConfigError: the network contains anything other than linear layers and pointwise activations.
+        ConfigError: the network contains layers other than linear layers and pointwise activations.
     """
 
     name: ClassVar[str] = "compiled"
@@ -124,7 +126,7 @@ class Fused(TermNetwork):
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
         if not isinstance(self.module, Bodied):  # such layers neither draw by themselves nor write parameters
-            self.hides_randomness, self.draws_evaluated, self.overwritten = False, False, ()
+            self.hides_randomness, self.draws_evaluated, self.mixes_samples, self.overwritten = False, False, False, ()
         self.linear = {name: Linear.create(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
         below = {f"{name}.{part}" for name in self.linear for part in ("weight", "bias")}
         self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None
@@ -140,9 +142,9 @@ class Fused(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Run one forward and backward pass. The product itself adds the weight gradient.
+        """Run one forward and one backward pass. The product for the weights adds its result directly to ``out``.
 
-        Terms are included if the representation lies above the bodies.
+        Terms are computed in the same pass if the representation lies above the bodies.
         """
         if terms and (self.above is None or not self.above.represents):
             self.addgrad_(out, w, batch, beta, alpha, steady)
@@ -174,7 +176,7 @@ class Fused(TermNetwork):
             self._backward(chain, products, masks, inputs, delta)
 
     def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> Tensor:
-        """Return representations ``[m, b, k]`` of the models ``w [m, d]``, for a representation above the bodies."""
+        """Return representations ``[m, b, k]`` of the models ``w [m, d]``, which are computed above the bodies."""
         assert self.above is not None
         products = kind(self.layout, w, w, 1.0, 1.0, None)
         return self.above.features(w, [self._forward(chain, products, {}, data.x)[-1] for chain in self.chains])
@@ -182,7 +184,10 @@ class Fused(TermNetwork):
     def _backward(
         self, chain: Chain, products: Products, masks: dict[str, Tensor], values: list[Tensor], delta: Tensor
     ) -> None:
-        """Add the gradients of a chain's layers. ``delta [m, b, k]`` is the gradient of the chain's outputs."""
+        """Add the gradients of the layers in a chain to ``out``.
+
+        ``delta [m, b, k]`` is the gradient of the chain's outputs.
+        """
         for k in range(len(chain.steps) - 1, chain.first - 1, -1):
             name, layer = chain.steps[k]
             if name in self.linear:
@@ -196,15 +201,15 @@ class Fused(TermNetwork):
                 delta = ACTIVATION_DERIVATIVES[type(layer)](layer, delta, values[k], values[k + 1])
 
     def loop_for(self, w: Tensor) -> Descend | None:
-        """Support rectifiers and cross-entropy, without random changes to a layer's input."""
+        """Return the compiled loop for networks with ReLU and cross-entropy without randomized inputs, or else None."""
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:
-        """Return True if a loop through the whole network can compute gradients of rows ``[m, d]``.
+        """Return True if the compiled loop for whole networks can compute gradients for rows ``[m, d]``.
 
         Args:
-            rows: rows to change.
-            random: True if samples are first changed at random.
+            rows: rows that the loop would change.
+            random: True if samples are changed at random before they are used.
         """
         if not self._simple or not Compiled.fits(rows):
             return False
@@ -217,7 +222,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _simple(self) -> bool:
-        """True if the loop through a whole network supports this network and loss."""
+        """True if the compiled loop for whole networks supports this network and this loss."""
         if self.above is not None or self.dropouts:
             return False
         supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chains[0].steps)
@@ -226,7 +231,7 @@ class Fused(TermNetwork):
 
     @cached_property
     def _layers(self) -> list[list[int]]:
-        """Linear layers in the form that `fedloom.kernels.descend` needs."""
+        """Linear layers in the form that `fedloom.kernels.descend` expects."""
         layers: list[list[int]] = []
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -236,7 +241,7 @@ class Fused(TermNetwork):
         return layers
 
     def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> Stored:
-        """Return the samples of a plan or a batch for loops through a whole network."""
+        """Return the samples of a plan or a batch for the compiled loop."""
         classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
         data, scale, shift = self.fed.stored()
         return Stored(data, scale, shift, self.fed.data.y, of.where, classes)
@@ -247,7 +252,7 @@ class Fused(TermNetwork):
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-        """Compute outputs in compiled loops on a CPU, with one call for many models (see `Network.outputs_of`)."""
+        """Compute outputs with compiled loops on a CPU, in one call for many models (see `Network.outputs_of`)."""
         if self.above is not None or not Compiled.fits(rows):
             return super().outputs_of(rows, index, sizes)
         ends, blocks, start = [0, *sizes.cumsum(0).tolist()], [], 0
@@ -262,7 +267,7 @@ class Fused(TermNetwork):
         return torch.cat(blocks) if blocks else rows.new_empty(0, self.task.outputs)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Compute the loss in compiled loops on a CPU, like `outputs_of` (see `Network.batch_loss`)."""
+        """Compute the loss with compiled loops on a CPU, as in `outputs_of` (see `Network.batch_loss`)."""
         w = w.contiguous()
         if self.above is not None or self.labels_each is not None or not Compiled.fits(w):
             return super().batch_loss(w, batch)
@@ -274,7 +279,7 @@ class Fused(TermNetwork):
         return loss
 
     def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
-        """Return outputs ``[N, k]`` in evaluation mode for samples ``x [N, *shape]``, one client after another."""
+        """Return outputs ``[N, k]`` in evaluation mode for samples ``x [N, *shape]``, which are ordered by client."""
         ends = sizes.cumsum(0).numpy()
         for name, layer in self.chains[0].steps:
             if name in self.linear:
@@ -286,7 +291,7 @@ class Fused(TermNetwork):
         return x
 
     def _forward(self, chain: Chain, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-        """Compute the input of each step of a chain, and the output of the last step, each ``[m, b, .]``."""
+        """Return the input of each step of a chain and the output of the last step, each ``[m, b, .]``."""
         values = [x.flatten(2)]
         for name, layer in chain.steps:
             h = values[-1]

@@ -1,10 +1,10 @@
-"""Large linear layers of a network that trains client by client: compiled products that do not store a gradient.
+"""Large linear layers of a network that is trained client by client, computed by compiled products without a gradient.
 
-They use float32 even if a step uses bfloat16: reading the weights takes most of the time, and making a copy in bfloat16
-takes longer than it saves.
+They use float32 even if the step uses bfloat16, because reading the weights takes most of the time, and converting them
+would take longer than it saves.
 
-The backward pass stores the factors of the weight gradients. Their product is added to the row after the pass, when
-nothing needs the weights any more.
+The backward pass only stores the factors of the weight gradients. Their product is added to the row after the pass,
+when the weights are no longer needed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fedloom.local.oracles.products import Compiled, Linear
 from fedloom.rows.layout import Layout
 
 LARGE_LAYER_WEIGHTS = 1 << 15
-"""Number of weights in a layer from which on its products take longer than the surrounding calls."""
+"""Minimum number of weights of such a layer. For smaller layers, the overhead of the calls is larger than the gain."""
 
 MAX_LOOP_INPUTS = 256
-"""Number of inputs of a step up to which these loops are faster than every library's products."""
+"""Maximum number of input vectors in a step. For more, products of other libraries are faster than these loops."""
 
 
 class Pass:
-    """A forward and backward pass of one client, as its linear layers see it."""
+    """Forward and backward pass of one client through its large linear layers."""
 
     used = False
 
@@ -35,38 +35,41 @@ class Pass:
         self._deferred: list[tuple[Linear, Tensor, Tensor]] = []
 
     def begin(self, layout: Layout, out: Tensor, w: Tensor, alpha: float) -> None:
-        """``out [1, d]`` receives ``alpha`` times the gradient at ``w [1, d]``."""
+        """Start a pass that adds ``alpha`` times the gradient at ``w [1, d]`` to ``out [1, d]``."""
         able = self.used and Compiled.fits(out)
         self._products = Compiled(layout, out, w, 1.0, alpha, None) if able else None
         self._deferred.clear()
 
     def end(self) -> None:
-        """Add the products whose factors the layers have stored."""
+        """Add the weight gradients, whose factors the layers have stored."""
         while self._deferred:
             layer, delta, x = self._deferred.pop()
             self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
         self._products = None
 
     def takes(self, x: Tensor) -> bool:
-        """Return True if this pass computes a layer's products for ``x [..., i]``."""
+        """Return True if this pass computes the products of a layer for the input ``x [..., i]``."""
         return self._products is not None and torch.is_grad_enabled() and x.numel() <= MAX_LOOP_INPUTS * x.shape[-1]
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
-        """Compute outputs ``[b, o]`` from inputs ``[b, i]``."""
+        """Compute the outputs ``[b, o]`` of a layer from its inputs ``[b, i]``."""
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
     def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
-        """Compute the inputs' gradient ``[b, i]`` if requested. The parameters' gradient is added by `end`."""
+        """Compute the gradient of the inputs ``[b, i]`` if it is needed.
+
+        The gradient of the parameters is added later by `end`.
+        """
         self._deferred.append((layer, delta, x))
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
 def prepare(module: nn.Module, layout: Layout) -> Pass:
-    """Assign the large linear layers of ``module`` to a pass.
+    """Replace the large linear layers of ``module`` by layers that a `Pass` computes, and return the pass.
 
-    If a module contains code other than fedloom's or PyTorch's, return None.
+    Nothing is replaced if the module contains code other than fedloom's or PyTorch's.
 
-    Such code may compute its own gradients within a forward or backward pass.
+    Such code may compute gradients itself within a forward or backward pass.
     """
     shared = Pass()
     if all(type(m).__module__.partition(".")[0] in ("torch", "fedloom") for m in module.modules()):
@@ -80,7 +83,7 @@ def prepare(module: nn.Module, layout: Layout) -> Pass:
 
 
 class _Linear(nn.Linear):
-    """A linear layer whose gradient a pass computes."""
+    """Linear layer whose products are computed by a `Pass`."""
 
     linear: Linear
     shared: Pass

@@ -1,4 +1,7 @@
-"""Looped: one client at a time, with the module itself. It is meant for convolutions on a CPU, and for debugging."""
+"""Looped oracle, which runs the module itself for one client at a time.
+
+It is used for convolutions on a CPU, and for debugging.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,12 @@ if TYPE_CHECKING:
 
 
 class Looped(TermNetwork):
-    """Gradients client by client (see `Network` for the arguments).
+    """Oracle that computes gradients for one client at a time (see `Network` for the arguments).
 
     Batch normalization uses the statistics of the batch. Other buffers and attributes that training changes are reset
-    to their initial values before every step, so clients do not affect each other. A module that draws from the global
-    generator uses a forked generator instead, seeded by (seed, round, client, stream, step).
+    to their initial values before every step, so that clients do not affect each other. If a module draws from the
+    global random generator, the generator is seeded by (seed, round, client, stream, step) for the duration of the
+    step.
     """
 
     name: ClassVar[str] = "loop"
@@ -65,9 +69,9 @@ class Looped(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Run a forward and backward pass for every client in turn.
+        """Run a forward and backward pass for one client after another.
 
-        Terms are included if both use the same precision and no `Pass` computes a gradient.
+        Terms are computed in the same pass, unless the step uses a lower precision or a `Pass` computes layers.
         """
         if terms and (self.lowers(batch) or self.linear.used):
             self.addgrad_(out, w, batch, beta, alpha, steady)
@@ -122,23 +126,23 @@ class Looped(TermNetwork):
         return outputs
 
     def _restore(self) -> None:
-        """Restore the initial values of everything that a forward pass has changed."""
+        """Restore the initial values of all buffers and attributes that a forward pass has changed."""
         for owner, name, value in self._initial:
             put(owner, name, value)
 
     @cached_property
     def _layer(self) -> nn.Module:
-        """Layer of the representation (see `spot`)."""
+        """Layer at which the representation is found (see `spot`)."""
         return self.module.get_submodule(self.spot.name)
 
     def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
-        """Compute the representation ``[b, k]`` of the model ``row [d]`` in evaluation mode."""
+        """Return the representation ``[b, k]`` of samples under the model ``row [d]`` in evaluation mode."""
         with caught(self._layer, entering=self.spot.entering) as features:
             self.run(row, x)
         return features[-1].flatten(1)
 
     def _lower_parameters(self, views: list[Tensor]) -> list[Tensor]:
-        """Parameters of bfloat16 products, converted once instead of once per direction."""
+        """Return the parameters, with those of bfloat16 products converted once instead of in every pass."""
         return [view.to(torch.bfloat16) if narrow else view for view, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:

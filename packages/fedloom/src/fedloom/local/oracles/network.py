@@ -1,4 +1,4 @@
-"""Base class of the oracles for neural networks: samples, dropout masks, evaluation, activations."""
+"""Base class of the oracles for neural networks: samples, dropout masks, evaluation and activations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.groups import two_groups
+from fedloom.errors import attribute_error
 from fedloom.hints import unknown
 from fedloom.local.batches import PASS_STREAM
 from fedloom.local.oracles.allocator import keep_memory
@@ -31,8 +32,10 @@ from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.probes import (
     draws_itself,
     hides_randomness,
+    mixes_samples,
     reached_mask,
     spread_samples,
+    unregistered_modules,
     written_parameters,
 )
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
@@ -50,15 +53,15 @@ if TYPE_CHECKING:
 
 
 class Network(Oracle):
-    """Local problems of a network on a federation's training parts. Subclasses compute the gradient.
+    """Local problems of a network on the training parts of a federation. Subclasses compute the gradients.
 
-    With ``low``, gradients of steps are computed in bfloat16 (see `fedloom.local.oracles.precision`).
+    If ``low`` is True, gradients of steps are computed in bfloat16 (see `fedloom.local.oracles.precision`).
 
     Args:
-        module: the network. Copied, never modified.
-        task: the loss.
-        fed: the data. The oracle takes its dtype and device from this argument.
-        augment: random changes of the samples, for the gradient of a step. No other computation uses them.
+        module: the network. It is copied, and never modified.
+        task: task that defines the loss.
+        fed: clients and their data. The dtype and device of the oracle are those of the data.
+        augment: random changes of the samples when the gradient of a step is computed. Nothing else uses them.
 
     Raises:
         LayoutError: no parameter of the network is trainable.
@@ -66,8 +69,10 @@ class Network(Oracle):
     """
 
     low = False
+    unseeded: Sequence[str] = ()
+    """Names of the user's loss and metrics whose values differ between equal calls with equal global generators."""
     moved: Sequence[str] = ()
-    """Names of the module's own buffers and attributes that training changes."""
+    """Names of the module's buffers and attributes that training changes."""
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment, self._module = task, fed, augment, module
@@ -91,30 +96,35 @@ class Network(Oracle):
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
             index = spread_samples(fed)
             if fed.data.name != "blank":  # the server of a deployment has no samples
-                probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
+                with attribute_error("model", module, "a trial on a few samples"):
+                    outputs = self.run(self.layout.vector(self.module), fed.fetch(index))
+                self.unseeded = probe(task, outputs, fed.targets(index))
         keep_memory()
 
     def samples(self, batch: Batch, *, step: bool = False) -> Samples:
-        """Return the samples of a batch. Samples for a step's gradient are augmented."""
+        """Return the samples of a batch. They are augmented if they are used for the gradient of a step."""
         ids = batch.ids.to(self.device)
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
         changed = step and batch.draw.stream != PASS_STREAM
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
-        """Return True if a batch's gradient uses bfloat16."""
+        """Return True if the gradient of a batch is computed in bfloat16."""
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
-        """Set the precision of a batch's gradient within the block."""
+        """Set the precision for the gradient of a batch inside the block."""
         return lowered(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the sizes of the clients' training parts."""
+        """Return the number of training samples of each client."""
         return self._train_sizes[ids]
 
     def locate(self, ids: Tensor, position: Tensor) -> Tensor:
-        """Return indices in the data set ``[..., m, b]``. Padding repeats one of the client's samples."""
+        """Return the indices of samples in the data set, ``[..., m, b]``.
+
+        Padding is replaced by one of the client's samples.
+        """
         index, offsets = self.fed.parts["train"]
         start: Tensor = offsets[ids.to(index.device)][:, None]
         return index[start + position.to(index.device).clamp(min=0)]
@@ -122,7 +132,7 @@ class Network(Oracle):
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Return the weighted sum of the sample losses, ``[m, 1]``.
 
-        Every module is in evaluation mode. Batch normalization uses the statistics of the client's training part.
+        All modules are in evaluation mode. Batch normalization uses statistics of the client's training part.
         """
         data = self.samples(batch)
         loss = torch.zeros(len(w), 1, dtype=self.dtype, device=self.device)
@@ -136,10 +146,10 @@ class Network(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the mean ``[m, a]`` of reduced outputs of ``layer``, for ``batch`` or each client's training part.
+        """Return the mean ``[m, a]`` of reduced outputs of ``layer``, over ``batch`` or each client's training part.
 
         Raises:
-            ConfigError: the model does not contain this layer.
+            ConfigError: the model has no such layer.
         """
         means: list[Tensor] = []
         for k, (row, i) in enumerate(zip(w, ids.tolist(), strict=True)):
@@ -151,12 +161,12 @@ class Network(Oracle):
         return torch.stack(means)
 
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
-        """Compute the flattened outputs ``[b, a]`` of a layer for the samples ``index``, with the model ``row [d]``.
+        """Return the flattened outputs ``[b, a]`` of a layer for the samples ``index`` under the model ``row [d]``.
 
-        Sequences with a label per position give one output per labeled position.
+        For sequences with a label per position, the result has one row per labeled position.
 
         Raises:
-            ConfigError: the model does not contain this layer.
+            ConfigError: the model has no such layer.
         """
         spot, modules = self.spot if layer == "penultimate" else Spot(layer), self._modules
         if spot.name != "logits" and spot.name not in modules:
@@ -172,16 +182,16 @@ class Network(Oracle):
 
     @cached_property
     def _modules(self) -> dict[str, nn.Module]:
-        """The network's layers."""
+        """Layers of the network, keyed by name."""
         return {name: m for name, m in self.module.named_modules() if name}
 
     @cached_property
     def spot(self) -> Spot:
-        """Position of the representation."""
+        """Location of the representation."""
         return representing(self._module, self._sample())
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the share of each client's training samples that are predicted correctly, ``[m, 1]``.
+        """Return the fraction of each client's training samples that are predicted correctly, ``[m, 1]``.
 
         Raises:
             ConfigError: the task has no classes.
@@ -198,7 +208,7 @@ class Network(Oracle):
         return torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
-        """Count each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
+        """Return counts of each client's training samples in two groups, ``[m, 8]`` (see `Work.group_counts`).
 
         Raises:
             ConfigError: the task is not binary, or the groups do not exist.
@@ -215,7 +225,7 @@ class Network(Oracle):
         return torch.stack(counts).to(self.dtype)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return each client's number of training samples by class, ``[m, c]``.
+        """Return the number of training samples per class of each client, ``[m, c]``.
 
         Raises:
             ConfigError: the task has no classes.
@@ -229,14 +239,14 @@ class Network(Oracle):
         return self.fed.class_counts("train")
 
     def masks_of(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
-        """Return the dropout masks of one client by layer."""
+        """Return the dropout masks of one client, keyed by name of the layer."""
         return {name: self._mask(name, batch, row, count) for name in self.dropouts}
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
     @torch.no_grad()
     def run(self, row: Tensor, x: Tensor) -> Tensor:
-        """Compute outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode, or ``[b L, k]`` by position.
+        """Compute outputs ``[b, k]`` (or ``[b L, k]`` for L labels each) of the model ``row [d]`` in evaluation mode.
 
         A module that draws random numbers in evaluation draws the same numbers in every call.
         """
@@ -248,18 +258,18 @@ class Network(Oracle):
             return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
     def _drawing(self) -> AbstractContextManager[object]:
-        """Seed the random draws of the module in evaluation, if it draws random numbers."""
+        """Seed the random generators inside the block if the module draws random numbers in evaluation."""
         return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
-        """Yield outputs of the model ``row [d]`` for the samples ``index``, in pieces."""
+        """Yield outputs of the model ``row [d]`` for the samples ``index``, part by part."""
         for piece in index.split(self._together):
             yield self.run(row, self.fed.fetch(piece))
 
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-        """Compute outputs ``[N, k]`` of the models ``rows [m, d]``, each on its ``sizes [m]`` samples of ``index [N]``.
+        """Return outputs ``[N, k]`` of models ``rows [m, d]``, each for its ``sizes [m]`` samples in ``index [N]``.
 
-        The outputs of a model do not depend on the other models.
+        The outputs of each model do not depend on the other models.
         """
         pieces = index.split(sizes.tolist())
         blocks = [
@@ -273,10 +283,10 @@ class Network(Oracle):
 
     @torch.no_grad()
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
-        """Compute normalization statistics of the model ``row`` from the training parts of ``ids``, weighted by size.
+        """Compute normalization statistics of the model ``row`` from the training data of ``ids``, weighted by size.
 
-        A model without batch statistics stays unchanged. The statistics are stored in the oracle's own copy of the
-        model until they are set again.
+        Nothing happens if the model has no batch statistics. The oracle's own copy of the model holds the statistics
+        until they are set again.
         """
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
@@ -299,7 +309,7 @@ class Network(Oracle):
         self._statistics_of = row.clone(), ids.clone()
 
     def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
-        """Return True if these statistics are already set, because pieces of one client share them."""
+        """Return True if the statistics are already set, as for several parts of the same client."""
         latest = self._statistics_of
         return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
@@ -310,31 +320,41 @@ class Network(Oracle):
 
     @cached_property
     def reached(self) -> Tensor | None:
-        """Parameters that affect the loss, as bool ``[d]``. None if all parameters affect the loss."""
+        """Mask ``[d]`` of the parameters that affect the loss. None if all parameters do."""
         return reached_mask(self._module, self.fed, self.layout)
 
     @cached_property
     def reached_with_terms(self) -> Tensor | None:
-        """Parameters that affect the loss, for a method with terms on the representation."""
+        """Mask ``[d]`` of the parameters that affect the loss of a method with terms on the representation."""
         return None if self.reached is None else reached_mask(self._module, self.fed, self.layout, self.spot)
 
     @cached_property
     def draws_evaluated(self) -> bool:
-        """True if the module draws random numbers in evaluation, for instance by dropout that stays active."""
+        """True if the module draws random numbers in evaluation, for example through dropout that stays active."""
         return draws_itself(self._module, self.fed, trains=False)
 
     @cached_property
     def hides_randomness(self) -> bool:
-        """True if the module's outputs depend on more than its parameters, its samples and the global generators."""
+        """True if outputs depend on anything but the parameters, the samples and the global random generators."""
         return not self.moved and hides_randomness(self._module, self.fed)
 
     @cached_property
+    def mixes_samples(self) -> bool:
+        """True if the outputs for a sample depend on the other samples of a batch."""
+        return mixes_samples(self._module, self.fed)
+
+    @property
+    def unregistered(self) -> Sequence[str]:
+        """Names of layers and parameters that no list of parameters contains."""
+        return unregistered_modules(self._module)
+
+    @cached_property
     def overwritten(self) -> Sequence[str]:
-        """Names of parameters that a forward pass overwrites."""
+        """Names of the parameters that a forward pass changes."""
         return written_parameters(self._module, self.fed)
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """Return the parameters in ``row [d]``, in the module's order."""
+        """Return the parameters as views of ``row [d]``, in the order of the module."""
         return list(self.layout.tree(row).values())
 
     def _views_to_run(self, row: Tensor) -> list[Tensor]:
@@ -342,24 +362,24 @@ class Network(Oracle):
         return self.views(row.clone() if self.overwritten else row)
 
     def _hold(self, views: list[Tensor]) -> None:
-        """Make the module use these parameters."""
+        """Set these parameters in the module."""
         for p, value in zip(self.parameters, views, strict=True):
             p.data = value
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Convert samples ``[b, *shape]`` to the module's fastest memory format. The values stay the same."""
+        """Return samples ``[b, *shape]`` in the module's fastest memory format. The values stay the same."""
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
 
     def _sample(self) -> Tensor:
         return self.fed.fetch(self.fed.parts["train"].index[:1])
 
     def _mask(self, name: str, batch: Batch, row: int, count: int) -> Tensor:
-        """Return the mask ``[count, *features]`` of a dropout layer, from the client's own generator."""
+        """Return the mask ``[count, *features]`` of a dropout layer, drawn from the client's own generator."""
         g = batch.draw.generator(row, name)
         return self.dropouts[name].draw((count, *self._features[name]), g).to(self.device)
 
     def _masks(self, batch: Batch, counts: list[int]) -> dict[str, Tensor]:
-        """Return all masks ``{name: [m, b, *features]}``, with 0 for missing samples of a short batch."""
+        """Return the masks of all dropout layers ``{name: [m, b, *features]}``, which are 0 for padding."""
         masks: dict[str, Tensor] = {}
         for name, shape in self._features.items():
             lead = batch.position.shape
@@ -370,9 +390,9 @@ class Network(Oracle):
 
 
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
-    """Compute ``target <- beta target`` with a single ``beta``, or with one per client.
+    """Multiply ``target`` in place by ``beta``, which is one number or one per client.
 
-    A factor of 0 discards old values, even if they are not finite.
+    The number 0 sets the target to zero even if old values are not finite.
     """
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))

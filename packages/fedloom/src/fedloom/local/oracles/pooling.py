@@ -1,7 +1,7 @@
-"""A rectifier and the following 2x2 max pooling, computed together on a CPU, as max(0, .) and max(.) commute.
+"""ReLU and the following 2x2 max pooling, computed together on a CPU.
 
-The values stay the same. The rectifier then acts on a quarter of the elements, and the backward pass needs one byte per
-output instead of both layers' activations.
+The results are the same, because max(0, .) and max(.) commute. This way, ReLU processes only a quarter of the elements,
+and the backward pass needs one byte per output instead of the activations of both layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def join(module: nn.Module) -> None:
-    """In every plain `nn.Sequential` of ``module``, let a 2x2 `nn.MaxPool2d` also compute the `nn.ReLU` before it."""
+    """Replace each `nn.ReLU` and following 2x2 `nn.MaxPool2d` in plain `nn.Sequential` modules by joint layers."""
     for chain in list(module.modules()):
         if isinstance(chain, nn.Sequential) and type(chain).forward is nn.Sequential.forward:
             for (name, rectifier), (after, pool) in pairwise(list(chain._modules.items())):
@@ -33,14 +33,14 @@ def _joinable(rectifier: nn.Module | None, pool: nn.Module | None) -> bool:
 
 
 class _Waived(nn.ReLU):
-    """Rectifies only if a hook observes it. The pooling layer that follows always rectifies."""
+    """ReLU that does nothing unless a hook observes it. The pooling layer after it applies ReLU in any case."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if hooked(self) else x
 
 
 class _Pool(nn.MaxPool2d):
-    """Max pooling of the rectified inputs."""
+    """Max pooling that applies ReLU to its inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         fits = x.dim() == 4 and min(x.shape[2:]) >= 2 and x.dtype in (torch.float32, torch.float64, torch.bfloat16)
@@ -51,7 +51,7 @@ class _Pool(nn.MaxPool2d):
 
 
 class _Together(torch.autograd.Function):
-    """``[b, c, h, w] -> [b, c, h // 2, w // 2]``, both stored with the channels last."""
+    """Function ``[b, c, h, w] -> [b, c, h // 2, w // 2]`` on tensors in channels-last format."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ class _Together(torch.autograd.Function):
 
 
 def _array(x: Tensor) -> Any:
-    """Pass bfloat16 values to the compiled loops as their bits."""
+    """Return a NumPy array for the compiled loops, in which bfloat16 values are represented by their bits."""
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
 class Pooled(TorchDispatchMode):
-    """Counts the elements per sample that enter pooling over windows of an image."""
+    """Mode that counts the elements per sample that pooling over image windows receives."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,6 +95,6 @@ class Pooled(TorchDispatchMode):
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Return True if a hook observes the layer's inputs or outputs."""
+    """Return True if a hook observes the inputs or outputs of the layer."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(layer) or any(getattr(layer, name) for name in hooks)

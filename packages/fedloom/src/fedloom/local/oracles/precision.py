@@ -1,8 +1,8 @@
-"""bfloat16 for the gradients of steps, if a run chooses it.
+"""Precision of gradients: bfloat16 or TF32 if a run chooses it.
 
-Rows, updates and passes over all samples keep full precision.
+With bfloat16, only gradients of steps change. Client rows, updates and passes over all samples keep full precision.
 
-A GPU computes float32 products and convolutions in float32, unless a run chooses TF32 for all of them.
+By default, a GPU computes products and convolutions in float32, and TF32 changes all of them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedloom.errors import Refused
 T = TypeVar("T")
 Precision = Literal["full", "tf32", "bf16"]
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Names of bfloat16 instructions in `torch.cpu.get_capabilities`, on x86 and ARM."""
+"""Names of bfloat16 instructions in `torch.cpu.get_capabilities` on x86 and ARM."""
 LOWERED_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-"""Layers whose weights and biases `lowered` converts to bfloat16."""
+"""Types of layers whose weights and biases `lowered` converts to bfloat16."""
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -37,7 +37,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
-    """Raise if bfloat16 is not available, or would gain nothing.
+    """Raise an error if bfloat16 is not available or would save no time.
 
     Raises:
         ConfigError: bfloat16 cannot be used. The message states the reason.
@@ -64,7 +64,7 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
 
 
 def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise if TF32 is not available.
+    """Raise an error if TF32 is not available.
 
     Raises:
         ConfigError: TF32 cannot be used. The message states the reason.
@@ -86,9 +86,9 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed(threads: int = 1) -> Iterator[None]:
-    """Make PyTorch use this many threads, create tensors on the CPU and compute gradients, whatever its caller set.
+    """Use this many threads, tensors on the CPU, and gradients inside the block, regardless of the caller's settings.
 
-    A caller's autocast or reduced precision settings have no effect either.
+    If the caller has set autocast or reduced precision, this has no effect inside the block, either.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -103,10 +103,10 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 
 @contextmanager
 def _unrounded() -> Iterator[None]:
-    """Within the block, prevent the CPU from rounding the inputs of float32 products and convolutions.
+    """Prevent the CPU from rounding the inputs of float32 products and convolutions inside the block.
 
-    Since version 2.9, PyTorch has one switch per library. Reading PyTorch's older switch raises if a caller has set the
-    newer switches differently.
+    Since version 2.9, PyTorch has a separate switch for each library. Reading the older switch raises an error if a
+    caller has set the newer switches to different values.
     """
     older = _readable(torch.get_float32_matmul_precision)
     is_rounded = older not in (None, "highest")
@@ -124,7 +124,7 @@ def _unrounded() -> Iterator[None]:
 
 @contextmanager
 def _switched(switches: Sequence[Any], precision: str) -> Iterator[None]:
-    """Libraries for which PyTorch then reduces the precision of float32."""
+    """Set the precision of these libraries' float32 operations inside the block."""
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = precision
@@ -144,10 +144,10 @@ def _readable(switch: Callable[[], T]) -> T | None:
 
 @contextmanager
 def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None]:
-    """Set a GPU's precision, and make its results repeatable bit by bit, within the block.
+    """Set the precision of a GPU and make its results bit-for-bit reproducible inside the block.
 
-    By default, PyTorch rounds the inputs of float32 convolutions to TF32, and chooses the fastest algorithms, some of
-    which sum in random order. PyTorch warns if an operation of a user's model has no repeatable algorithm.
+    By default, PyTorch rounds the inputs of float32 convolutions to TF32 and uses the fastest algorithms, some of which
+    sum in random order. If an operation of a user's model has no deterministic algorithm, PyTorch issues a warning.
     """
     if device.type != "cuda":
         yield
@@ -176,7 +176,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
 
 @cache
 def wake(device: torch.device) -> None:
-    """Compute a first gradient on a GPU, because PyTorch warns only on the first one."""
+    """Compute a first gradient on a GPU with warnings disabled, because PyTorch warns only on the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = torch.ones(2, 2, device=device, requires_grad=True)
@@ -184,15 +184,15 @@ def wake(device: torch.device) -> None:
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
-    """Products and convolutions in bfloat16.
+    """Compute products and convolutions in bfloat16 inside the block.
 
-    Operations that need more precision, such as normalization statistics, stay in float32.
+    Operations that need more precision, such as normalization statistics, still use float32.
     """
     return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()
 
 
 def find_product_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
-    """Return the parameters that `lowered` would convert to bfloat16 at every use, i.e. those of products."""
+    """Return a mask of the parameters that `lowered` would convert to bfloat16 at each use (those of products)."""
     holders: dict[int, set[bool]] = {}
     for layer in module.modules():
         for p in layer.parameters(recurse=False):

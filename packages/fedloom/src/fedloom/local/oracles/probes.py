@@ -1,4 +1,4 @@
-"""Probes: find properties of a network by running a copy of it on a few samples."""
+"""Probes, which find properties of a network by running a copy of it on a few samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedloom.errors import attribute_error
 from fedloom.local.oracles.forward import Spot, caught, repeat_single
-from fedloom.models.imported import Mark, Values
+from fedloom.models.imported import Mark, Values, batch_norm_layers
 from fedloom.models.sequences import Recurrence
 from fedloom.rows.layout import Layout, trainable
 from fedloom.seeds import as_global, forked, generator, preserve_rng, rng_states
@@ -19,22 +20,24 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation
 
 PROBE_SAMPLES = 32
-"""Number of samples, from all clients, on which a custom loss, custom metrics and unused parameters are first
-tested."""
+"""Number of samples, taken from all clients, for trying custom losses and metrics and for finding unused parameters."""
+
+MIXED_TOLERANCE = 1e-4
+"""Largest difference between outputs for the same sample in two batches that counts as a rounding error."""
 
 RANDOM_PASSES = 8
-"""Number of passes for a network that draws random numbers: a layer dropped with probability 1/2 is missed with
+"""Number of passes for a network that draws random numbers. A layer that is dropped with probability 1/2 is missed with
 probability 1/256."""
 
 
 def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
-    """Return True if the module draws from a global generator of torch, NumPy or Python.
+    """Return True if the module draws from a global random generator of torch, NumPy or Python.
 
-    To determine this, a copy runs on one sample.
+    A copy of the module is run on one sample to find out.
 
     Args:
         module: the network.
-        fed: the data.
+        fed: clients and their data.
         trains: True for training mode, False for evaluation mode.
     """
     with preserve_rng():
@@ -44,9 +47,9 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
 
 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
-    """Return True if two passes over one sample differ although the global generators start in the same state.
+    """Return True if two passes over one sample differ although the global random generators start in the same state.
 
-    Such a module draws from its own generator, or reads a clock or a device.
+    Such a module has its own random generator, or reads a clock or a device.
     """
     probe, outputs = _probe(module, fed), list[Tensor]()
     for _ in range(2):
@@ -55,10 +58,42 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
     return not torch.equal(outputs[0].nan_to_num(), outputs[1].nan_to_num())
 
 
-def fails_stacked(module: nn.Module, fed: Federation) -> str:
-    """Return vmap's error message for the module. The text is empty if vmap accepts the module.
+def mixes_samples(module: nn.Module, fed: Federation) -> bool:
+    """Return True if the outputs for a sample depend on the other samples of a batch, for example by a wrong axis.
 
-    A copy computes a step of two models on one sample each, and then plain outputs.
+    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count.
+    """
+    if batch_norm_layers(module):
+        return False
+    probe, x, outputs = _probe(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
+    for pair in ([0, len(x) // 2], [0, len(x) - 1]):
+        with as_global(generator(0, purpose="probe"), fed.device), torch.no_grad():
+            try:
+                outputs.append(probe(x[pair])[0].nan_to_num())
+            except Exception:  # of a user's code for these samples: the run names it if it uses them
+                return False
+    one, other = outputs
+    return not torch.allclose(one, other, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
+
+
+def unregistered_modules(module: nn.Module) -> list[str]:
+    """Return the names of layers and parameters that are only in plain lists and dicts, where torch finds none."""
+    registered, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()
+    for owner, m in module.named_modules():
+        for key, held in vars(m).items():
+            pairs = held.items() if isinstance(held, dict) else enumerate(held if type(held) in (list, tuple) else ())
+            if not key.startswith("_"):
+                lost = (
+                    k for k, one in pairs if isinstance(one, nn.Module | nn.Parameter) and id(one) not in registered
+                )
+                names += [f"{owner}.{key}[{k!r}]".lstrip(".") for k in lost]
+    return names
+
+
+def fails_stacked(module: nn.Module, fed: Federation) -> str:
+    """Return the error message of vmap for the module, or "" if vmap accepts it. vmap must accept a training step.
+
+    To find out, a copy computes a step of two models on one sample each, and then outputs without vmap.
     """
     probe = _probe(module, fed)
     for layer in probe.modules():
@@ -77,10 +112,10 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 
 
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
-    """Return the names of buffers, except batch statistics, and of attributes that training changes.
+    """Return the names of buffers (except batch statistics) and attributes that training changes.
 
-    Only attributes of the types in `fedloom.models.imported.VALUES` are considered. A copy runs on one sample to find
-    them.
+    Attributes are only considered if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. A copy of the
+    module is run on one sample to find them.
     """
     probe = _probe(module, fed)
     values = Values(probe)
@@ -90,12 +125,13 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
-    """Return the names of parameters that a forward pass overwrites, as `torch.nn.Embedding` with ``max_norm`` does.
+    """Return the names of parameters that a forward pass changes, as in `torch.nn.Embedding` with ``max_norm``.
 
-    A copy runs on one sample: a tensor that was written in place has a new version, even if its values are equal.
+    A copy is run on one sample. A tensor that was written to in place has a new version, even if its values are the
+    same.
     """
     probe = _probe(module, fed)
-    marks = {name: (Mark.of(p), p.detach().clone()) for name, p in trainable(probe).items()}
+    marks = {name: (Mark.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
     with forked(fed.device):
         _tried(probe, fed)
     now = trainable(probe)
@@ -107,14 +143,14 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
-    """Return the names of parameters that affect no sample, for instance in a part of a module that is never called.
+    """Return the names of parameters that affect no sample, such as those of submodules that are never called.
 
-    A copy runs on `PROBE_SAMPLES` samples, several times if it draws random numbers.
+    A copy is run on `PROBE_SAMPLES` samples, and several times if it draws random numbers.
 
     Args:
         module: the network.
-        fed: the data.
-        spot: position of the representation, if the loss contains terms on it.
+        fed: clients and their data.
+        spot: location of the representation if the loss contains terms on it, or None.
     """
     probe = _probe(module, fed)
     parameters = trainable(probe)
@@ -124,7 +160,10 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
     with preserve_rng(), torch.enable_grad():
         for _ in range(RANDOM_PASSES):
             before = _global_state(fed.device)
-            with caught(layer, entering=spot is not None and spot.entering) as features:
+            with (
+                attribute_error("model", module, "a trial on a few samples"),
+                caught(layer, entering=spot is not None and spot.entering) as features,
+            ):
                 ends = [probe(x), *features]
             total = torch.stack([end.sum() for end in ends]).sum()
             slopes: tuple[Tensor | None, ...] = torch.autograd.grad(total, list(left.values()), allow_unused=True)
@@ -135,7 +174,7 @@ def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None =
 
 
 def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot | None = None) -> Tensor | None:
-    """Return ``[d]`` with 0 for `unreached_parameters` and 1 for all others, or None if there are none."""
+    """Return a mask ``[d]`` with 0 for `unreached_parameters` and 1 for all others, or None if all are reached."""
     unused = unreached_parameters(module, fed, spot)
     shapes = zip(layout.names, layout.shapes, strict=True)
     mask = {n: torch.full(shape, float(n not in unused), dtype=fed.dtype, device=fed.device) for n, shape in shapes}
@@ -143,18 +182,19 @@ def reached_mask(module: nn.Module, fed: Federation, layout: Layout, spot: Spot 
 
 
 def _probe(module: nn.Module, fed: Federation) -> nn.Module:
-    """Copy the module and set the copy to training mode."""
+    """Return a copy of the module in training mode."""
     return copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
 
 
 @torch.no_grad()
 def _tried(probe: nn.Module, fed: Federation) -> Tensor:
-    outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
+    with attribute_error("model", probe, "a trial on one sample"):
+        outputs: Tensor = probe(repeat_single(fed.fetch(fed.parts["train"].index[:1])))
     return outputs
 
 
 def spread_samples(fed: Federation) -> Tensor:
-    """Return the positions of `PROBE_SAMPLES` training samples, from all clients."""
+    """Return the indices of `PROBE_SAMPLES` training samples, spread over all clients."""
     index = fed.parts["train"].index
     return index[torch.linspace(0, len(index) - 1, PROBE_SAMPLES, device=index.device).long()]
 

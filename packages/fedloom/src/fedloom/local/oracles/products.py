@@ -1,6 +1,7 @@
-"""The three products of a linear layer for many clients at once: outputs, input gradient, weight gradient.
+"""Products of a linear layer for many clients at once: its outputs and the gradients of its inputs and weights.
 
-`Compiled` is for the CPU (`fedloom.kernels`), and `Batched` for accelerators, other precisions and scattered rows.
+`Compiled` computes them on a CPU (see `fedloom.kernels`), and `Batched` on accelerators, for other dtypes, and for rows
+that are not contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fedloom.rows.layout import Layout
 
 
 class Linear(NamedTuple):
-    """Layer: names of its weight and bias (None: no bias), their first columns (-1: no bias), and its widths."""
+    """Linear layer: names of its weight and bias (or None), their first columns in a row (or -1), and its widths."""
 
     weight: str
     bias: str | None
@@ -28,7 +29,7 @@ class Linear(NamedTuple):
 
     @classmethod
     def create(cls, layout: Layout, name: str) -> Linear:
-        """Return the layer with this name."""
+        """Return the linear layer with this name."""
         weight, bias = f"{name}.weight", f"{name}.bias"
         at = dict(zip(layout.names, layout.offsets, strict=True))
         outputs, inputs = layout.shapes[layout.names.index(weight)]
@@ -38,8 +39,8 @@ class Linear(NamedTuple):
 class Stored(NamedTuple):
     """Samples of a data set: stored values ``[N, i]``, their normalization ``[i]``, and their classes ``[N]``.
 
-    The tuple also contains the indices of the samples of a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights
-    by client ``[m, C]``, or ``[m, 0]``.
+    The tuple also contains the indices of the samples in a plan ``[k, m, b]`` or a batch ``[m, b]``, and class weights
+    per client ``[m, C]`` (or ``[m, 0]``).
     """
 
     data: Tensor
@@ -51,16 +52,16 @@ class Stored(NamedTuple):
 
 
 class Products(ABC):
-    """Products of one pass through a network.
+    """Products of linear layers in one pass through a network.
 
     Args:
-        layout: shapes of the model.
-        out: rows ``[m, d]``, which `add_gradient_` changes. May be ``w``.
+        layout: names and shapes of the model's parameters.
+        out: rows ``[m, d]`` that `add_gradient_` changes. It may be the same tensor as ``w``.
         w: parameters ``[m, d]``.
         beta: factor of ``out``, a number or ``[m, 1]``. If it is 0, old values are discarded, even if they are not
             finite.
         alpha: factor of the gradient.
-        steady: vector ``[m, d]`` to add, or None.
+        steady: vector ``[m, d]`` that is added, or None.
     """
 
     @abstractmethod
@@ -70,19 +71,19 @@ class Products(ABC):
 
     @abstractmethod
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
-        """Compute outputs ``[m, b, o]`` from inputs ``[m, b, i]``."""
+        """Compute the outputs ``[m, b, o]`` of a layer from its inputs ``[m, b, i]``."""
 
     @abstractmethod
     def backward(self, layer: Linear, delta: Tensor) -> Tensor:
-        """Compute the inputs' gradient ``[m, b, i]``. ``delta [m, b, o]`` is the gradient of the outputs."""
+        """Compute the gradient of the inputs ``[m, b, i]``. ``delta [m, b, o]`` is the gradient of the outputs."""
 
     @abstractmethod
     def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
-        """Compute ``out <- beta out + alpha gradient + steady`` in the layer's columns."""
+        """Compute ``out <- beta out + alpha gradient + steady`` in the columns of a layer."""
 
 
 class Batched(Products):
-    """Products computed as batched matrix products. The product for the weights works in place."""
+    """Products that PyTorch computes as batched matrix products. The gradient of the weights is added in place."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -113,7 +114,7 @@ class Batched(Products):
 
 
 class Compiled(Products):
-    """Products computed by loops compiled for the CPU."""
+    """Products that are computed by loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -130,7 +131,7 @@ class Compiled(Products):
 
     @staticmethod
     def fits(out: Tensor) -> bool:
-        """Return True if compiled loops can change these rows."""
+        """Return True if the compiled loops can change these rows."""
         return out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64) and out.is_contiguous()
 
     def forward(self, layer: Linear, x: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ class Compiled(Products):
         )  # fmt: skip
 
     def _each(self, value: float | Tensor) -> np.ndarray:
-        """Return one number per client ``[m]``."""
+        """Return a number, or one number per client, as an array ``[m]``."""
         column = np.empty(len(self._w), self._w.dtype)
         column[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
         return column
@@ -164,9 +165,9 @@ class Compiled(Products):
         scale: Tensor | None,
         momentum: tuple[float | Tensor, float] | None,
     ) -> None:
-        """Take all ``steps [m]`` of every client, with ``count [k, m, 1]`` samples in each step.
+        """Take ``steps [m]`` SGD steps for each client, with ``count [k, m, 1]`` samples in each step.
 
-        `fedloom.kernels.descend`.
+        The loop is `fedloom.kernels.descend`.
         """
         pulled, rate = momentum or (0.0, 0.0)
         d = self._w.shape[1]
@@ -178,15 +179,15 @@ class Compiled(Products):
         )  # fmt: skip
 
     def add_gradients_(self, layers: list[list[int]], samples: Stored, count: Tensor, total: Tensor) -> None:
-        """Compute ``out <- beta out + alpha gradient + steady`` for a batch, in one pass.
+        """Compute ``out <- beta out + alpha gradient + steady`` for a batch in one pass.
 
-        `fedloom.kernels.add_gradients`.
+        The loop is `fedloom.kernels.add_gradients`.
 
         Args:
-            layers: see `fedloom.kernels.descend`.
+            layers: linear layers in the form that `fedloom.kernels.descend` expects.
             samples: samples of the batch.
             count: number of samples of each client ``[m, 1]``.
-            total: divisor of the sum of sample losses ``[m, 1]``.
+            total: number by which the sum of sample losses is divided ``[m, 1]``.
         """
         block = samples.where.shape[1]
         if self._out is not self._w:
@@ -198,22 +199,22 @@ class Compiled(Products):
 
 
 def _network(layers: list[list[int]], samples: Stored) -> tuple[np.ndarray, ...]:
-    """Return the arguments of the compiled loops for a network and its samples."""
+    """Return the arguments of the compiled loops that describe a network and its samples."""
     stored = (samples.data, samples.scale, samples.shift, samples.y, samples.where.contiguous())
     return np.array(layers), *(values.numpy() for values in stored)
 
 
 def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
-    """Allocate workspace for values between the layers."""
+    """Allocate workspace for the activations between the layers."""
     widths = [layers[0][2], *(layer[3] for layer in layers)]
     room: np.ndarray = samples.classes.new_empty(block * (sum(widths) + 2 * max(widths[1:]))).numpy()
     return room
 
 
 def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:
-    """Compute outputs ``[N, o]`` from inputs ``[N, i]`` of clients ``w [m, d]``.
+    """Return a layer's outputs ``[N, o]`` under the models ``w [m, d]`` for inputs ``[N, i]`` ordered by client.
 
-    The rows of client c end before ``ends[c]``.
+    The rows of client c end before row ``ends[c]``.
     """
     from fedloom import kernels
 

@@ -1,6 +1,6 @@
-"""Quadratic: f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), for which every result is known exactly.
+"""Quadratic problems f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), for which all results are known exactly.
 
-It is meant for tests and theory.
+They serve for tests and theory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 
 class Quadratic(Oracle):
-    """Quadratic local problems.
+    """Local problems that are quadratic functions.
 
     Args:
-        hessian: symmetric matrices ``[n, d, d]``.
-        minimiser: ``[n, d]``.
-        sizes: simulated numbers of training samples ``[n]``. The gradient is the same for every batch.
-        solve: True if `descend` returns the exact minimizer of its problem, whatever the number of steps (with 0 steps,
-            the starting point).
-        layout: shapes. None: one vector of length d.
+        hessian: symmetric matrices A_i ``[n, d, d]``.
+        minimiser: minimizers c_i ``[n, d]``.
+        sizes: number of training samples that each client pretends to have ``[n]``. The gradient is the same for every
+            batch.
+        solve: True if `descend` returns the exact minimizer of its problem, regardless of the number of steps (or the
+            starting point if there are no steps).
+        layout: shapes. None for a single vector of length d.
     """
 
     name: ClassVar[str] = "quadratic"
@@ -52,14 +53,14 @@ class Quadratic(Oracle):
         self.dtype, self.device = minimiser.dtype, minimiser.device
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Return the simulated sizes of the clients."""
+        """Return the number of training samples that each client pretends to have."""
         return self.count[ids]
 
     def _gradient(self, w: Tensor, ids: Tensor) -> Tensor:
         return torch.einsum("mij,mj->mi", self.hessian[ids], w - self.minimiser[ids])
 
     def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
-        """Return A_i (w - c_i), scaled by the share of the data that a part of a pass contains."""
+        """Return A_i (w - c_i), scaled by the fraction of the client's samples if the batch is part of a pass."""
         return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
 
     def addgrad_(
@@ -82,18 +83,18 @@ class Quadratic(Oracle):
             self.add_terms_(out, w, batch, functions, terms, alpha)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """f_i(w), ``[m, 1]``."""
+        """Return f_i(w), ``[m, 1]``."""
         gap = w - self.minimiser[batch.ids]
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """All simulated samples except the last are in the first class, and the last sample is in the second class."""
+        """Return class counts in which the last sample is in the second class and all others are in the first."""
         counts = torch.zeros(len(ids), self._classes, dtype=self.dtype)
         counts[:, 0], counts[:, 1] = self.count[ids] - 1, 1
         return counts
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the first parameters as the mean of each class.
+        """Return the first parameters of the model as the mean of every class.
 
         Their number is the number of columns of the last matrix.
         """
@@ -101,9 +102,9 @@ class Quadratic(Oracle):
 
     @property
     def _classes(self) -> int:
-        """There is one class per row of the last matrix, as in a head.
+        """Number of classes, which is the number of rows of the last matrix, as in a head.
 
-        A last matrix with a single row, as in a binary task, has two classes.
+        If the last matrix has a single row, as in a binary task, there are two classes.
         """
         shapes = list(self.layout.matrix_shapes.values())
         return max(2, shapes[-1][0]) if shapes else 2
@@ -122,7 +123,7 @@ class Quadratic(Oracle):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """Add the terms of one sample of the first class, whose outputs and representation are the model."""
+        """Add the terms for one sample of the first class, whose outputs and representation come from the model."""
         k, first = self._features, torch.zeros(1, dtype=torch.long)
         for i, row in enumerate(w):
             leaf = row.detach().clone().requires_grad_()
@@ -139,14 +140,14 @@ class Quadratic(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """Return the model as its outputs, and its first parameters as the representation, as in `class_means`."""
+        """Return the model as its outputs, or its first parameters as its representation (see `class_means`)."""
         outputs = w[:, : self._features] if layer == "penultimate" else w
         return outputs.clone() if reduce is None else reduce(outputs)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Every sample has the representation that `class_means` returns.
+        """Return the same representation for every sample (as in `class_means`).
 
-        All samples except the last are in the first class.
+        The last sample is in the second class and all others are in the first.
         """
         sizes = self.count[ids].tolist()
         return [

@@ -1,4 +1,4 @@
-"""The samples of a batch and their losses: weights by client and class, and a user's own loss."""
+"""Samples of a batch and their losses, with weights per client and class, and losses that a user defines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, cause_of
 from fedloom.imports import Function
+from fedloom.seeds import as_global, generator
 from fedloom.tasks import number
 from fedloom.tasks.figures import wide
 
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """Training samples of a batch. With ``changed``, they contain a step's random changes, noise and augmentation.
+    """Training samples of a batch.
+
+    If ``changed`` is True, they include the random changes of a step: new versions, noise and augmentation.
 
     Attributes:
         y: targets ``[m, b]`` or ``[m, b, k]``.
         weight: factor of each sample's loss, which is 0 for the padding of a short batch. Its shape is ``[m, b]``, or
             ``[m, 1]`` if no batch is short.
-        span: number of targets per sample: 1, or the length L of sequences with a label per position. In the second
-            case, ``y`` and ``weight`` are ``[m, b L]``. The weight of a position without a label is 0. The weight of
-            any other position is the weight of its sequence divided by the mean number of labels in the client's
-            training sequences, so f_i is the mean loss over its labeled positions.
-        class_weights: additional factors by class ``[m, C]``. None: all factors are 1.
+        span: number of targets per sample, which is 1, or the length L of sequences with a label per position. In the
+            latter case, ``y`` and ``weight`` have shape ``[m, b L]``. The weight of a position without a label is 0.
+            The weight of a labeled position is that of its sequence divided by the mean number of labels in the
+            client's training sequences, so that f_i is the mean loss over all labeled positions.
+        class_weights: additional factor for each class ``[m, C]``. None if all factors are 1.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class Samples:
 
     @cached_property
     def x(self) -> Tensor:
-        """``[m, b, *shape]``. The padding of a short batch repeats one of the client's samples."""
+        """Values of the samples ``[m, b, *shape]``.
+
+        The padding of a short batch repeats one of the client's samples.
+        """
         x = self._fed.fetch(self._batch.where)
         if self._changed and self._fed.data.rereading is not None:
             for row, count in enumerate(self.counts):
@@ -76,12 +82,12 @@ class Samples:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Number of samples of each batch."""
+        """Number of samples in each client's batch."""
         counts: list[int] = self._batch.count[:, 0].tolist()
         return counts
 
     def _add_noise(self, x: Tensor) -> None:
-        """Each client draws from its own generator, on the CPU and in float32."""
+        """Add noise, which is drawn on the CPU in float32 from each client's own generator."""
         for row, count in enumerate(self.counts):
             spread = self._fed.spread(self._batch.where[row, :count])
             if spread is not None and bool(spread.any()):
@@ -90,7 +96,10 @@ class Samples:
                 x[row, :count] += spread * drawn.to(spread)
 
     def _decisions(self, augment: Augment) -> Tensor:
-        """Draw the changes of every sample ``[m, b, 3]`` from each client's own generator. Nothing without any."""
+        """Draw the augmentation of every sample ``[m, b, 3]`` from each client's own generator.
+
+        Padding is not augmented.
+        """
         still = torch.tensor([0, augment.crop, augment.crop]).repeat(*self._batch.position.shape, 1)
         for row, count in enumerate(self.counts):
             still[row, :count] = augment.draw(count, self._batch.draw.generator(row, "augment"))
@@ -103,14 +112,14 @@ class Samples:
         return self.weight * self.class_weights.gather(1, self.y)
 
     def factors_of(self, i: int, count: int) -> Tensor:
-        """Return client ``i``'s factors for its first ``count`` targets: ``[count]``, or a single number for all."""
+        """Return the factors for the first ``count`` targets of client ``i``, ``[count]`` or one number for all."""
         if self.class_weights is None and self.span == 1:
             return self.weight[i, 0]
         return self.factors()[i, :count]
 
 
 def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
-    """Return the gradient of a batch's weighted losses with respect to its outputs, both ``[m, b, k]``."""
+    """Return the gradient of a batch's weighted losses with respect to the outputs, both ``[m, b, k]``."""
     if task.own_loss is None:
         return task.dloss(outputs.detach(), data.y).mul_(data.factors().unsqueeze(-1))
     gradients = torch.zeros_like(outputs)
@@ -133,7 +142,7 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     """Return the sum of client ``i``'s weighted losses as a single number.
 
-    ``outputs [b, k]`` are the outputs for its samples.
+    ``outputs [b, k]`` are the outputs for the client's samples.
     """
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
@@ -143,10 +152,10 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
-    """Compute a user's loss.
+    """Compute the weighted sum of a user's loss for one client's samples.
 
-    The loss is multiplied by the number of samples in the batch, and is computed for each class if there are class
-    weights.
+    Since the loss is a mean, it is multiplied by the number of samples, and it is computed separately for each class if
+    there are class weights.
     """
     weight = data.weight[i, 0]
     if data.span > 1:
@@ -159,24 +168,29 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
-def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
-    """Try a user's loss and metrics once, on the outputs ``[b, k]`` for a few samples or positions.
+def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
+    """Try a user's loss and metrics, on the outputs ``[b, k]`` for a few samples or positions.
+
+    Return the names of the functions whose values differ between two equal calls (see `_is_unseeded`).
 
     Raises:
-        ConfigError: a function fails, or does not return a single number, or the loss is a sum, is not finite, has no
-            gradient, has its own parameters, or pairs every output with every target.
+        ConfigError: a function fails or does not return a single number, or the loss is a sum, is not finite, has no
+            gradient, has parameters of its own, or pairs every output with every target.
     """
     if not y.is_floating_point():
         outputs, y = outputs[y >= 0], y[y >= 0]
     if task.objective.loss is not None:
         _check_reduction(task.objective.loss, outputs, y)
+    user_metrics = [metric for metric in task.objective.metrics if isinstance(metric, Function)]
     try:
-        for metric in task.objective.metrics:
-            if isinstance(metric, Function):
-                number(metric, "metric", wide(outputs), y.cpu())
+        for metric in user_metrics:
+            number(metric, "metric", wide(outputs), y.cpu())
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
+        unseeded = [
+            f"metric {m.display_name!r}" for m in user_metrics if _is_unseeded(m, "metric", wide(outputs), y.cpu())
+        ]
         if task.objective.loss is None:
-            return
+            return unseeded
         name, value = task.objective.loss.display_name, number(task.objective.loss, "loss", outputs.clone(), y)
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
@@ -224,10 +238,25 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
             rule="loss-is-a-sum",
             fix="return the mean over the batch from {task.loss}",
         )
+    return unseeded + [f"loss {name!r}"] * _is_unseeded(task.objective.loss, "loss", outputs, y)
+
+
+def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> bool:
+    """Return True if two equal calls differ although the global generators start in the same state.
+
+    Such a function draws from its own generator, counts its calls, or reads a clock.
+    """
+    values = list[float]()
+    for _ in range(2):
+        with as_global(generator(0, purpose="probe"), outputs.device):
+            values.append(number(function, what, outputs.clone(), y))
+    return values[0] != values[1] and not all(map(math.isnan, values))
 
 
 def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
-    """Raise if the loss returns one value per sample. For a loss that fails, `number` raises a more precise error.
+    """Raise an error if a loss returns one value per sample.
+
+    If the loss fails, no error is raised here, because `number` raises a more precise one.
 
     Raises:
         ConfigError: the loss returns more than one number.
@@ -246,7 +275,7 @@ def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the tensors at which the gradient of a loss ends."""
+    """Return the tensors with respect to which a loss has a gradient."""
     nodes: list[Any] = [loss.grad_fn or torch.autograd.graph.get_gradient_edge(loss).node]
     reached = {*nodes}
     for node in nodes:
@@ -258,11 +287,11 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
-    """Return True if a loss depends on which of two targets increasing outputs ``[b, 1]`` have.
+    """Return True if a loss depends on which of two targets belongs to which output ``[b, 1]``.
 
-    The result is used if both targets occur.
+    The test uses increasing outputs, half of them with each target.
 
-    A loss that does not depend on the targets, or that rejects such numbers, is not judged.
+    If a loss does not depend on the targets at all, or rejects these numbers, the result is True as well.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

@@ -1,4 +1,4 @@
-"""Gradients of terms on a representation, and mean representations by class, for all oracles of networks."""
+"""Gradients of terms on a representation, and mean representations per class, for all oracles of networks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Representations(NamedTuple):
 
 
 class Holder:
-    """Network whose parameters are replaced temporarily, without the search that `torch.func.functional_call` does.
+    """Network whose parameters can be replaced temporarily, more quickly than by `torch.func.functional_call`.
 
     Args:
         module: the network.
-        names: names of the parameters that are replaced. A parameter with several names is replaced under all of them.
+        names: names of the parameters to replace. A parameter with several names is replaced under all of them.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ class Holder:
 
     @contextmanager
     def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Within the block, replace the parameters by ``values``, in the order of their names."""
+        """Replace the parameters by ``values`` inside the block, in the order of their names."""
         for k, layer, key, _ in self._places:
             layer._parameters[key] = cast("nn.Parameter", values[k])
         try:
@@ -60,12 +60,12 @@ class Holder:
 
 
 class Representation:
-    """Network that returns its representation together with its outputs, with parameters from outside.
+    """Network that returns its representation together with its outputs, with parameters that are passed in each call.
 
     Args:
-        module: the network. Copied.
-        spot: position of the representation.
-        like: tensor with the dtype and device for the computation.
+        module: network, of which a copy is used.
+        spot: location of the representation.
+        like: tensor with the dtype and device of the computation.
     """
 
     def __init__(self, module: nn.Module, spot: Spot, like: Tensor) -> None:
@@ -81,7 +81,7 @@ class Representation:
             layer.register_forward_hook(lambda _module, _inputs, out: self._caught.append(out))
 
     def __call__(self, values: Sequence[Tensor], x: Tensor) -> Representations:
-        """Return features and outputs of samples ``[b, *shape]`` in training, with parameters in the module's order."""
+        """Return features and outputs of samples ``[b, *shape]`` in training mode for parameters in module order."""
         set_training(self.module, True)
         with self._holder.holding(values):
             outputs = self.module(x)
@@ -89,9 +89,9 @@ class Representation:
 
     @torch.no_grad()
     def features(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return representations ``[b, k]`` in evaluation mode.
+        """Return the representations ``[b, k]`` of samples in evaluation mode.
 
-        If the network is a sequence of layers, computation stops at the representation.
+        If the network is a plain sequence of layers, layers above the representation are not computed.
         """
         set_training(self.module, False)
         with self._holder.holding(values):
@@ -100,7 +100,7 @@ class Representation:
         return self._features() if self._caught else x.flatten(1)
 
     def _features(self) -> Tensor:
-        """Return the last representation of the last pass."""
+        """Return the representation that was recorded last."""
         latest = self._caught[-1].flatten(1)
         self._caught.clear()
         return latest
@@ -114,7 +114,7 @@ def summed(
     y: Tensor,
     anchors: Sequence[Sequence[Tensor]],
 ) -> Tensor:
-    """Sum all terms over client ``i``'s samples, each with its weight and the features of its ``anchors``.
+    """Return the weighted sum of all terms over the samples of client ``i``, given the features of the ``anchors``.
 
     Raises:
         ValueError: a function does not return one number per sample.
@@ -131,10 +131,10 @@ def summed(
 
 
 class TermNetwork(Network):
-    """Network with class means and gradients of terms on its representation (see `Network` for the arguments)."""
+    """Network with mean representations per class and gradients of terms on its representation (see `Network`)."""
 
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Return the mean representation of each class in each training part, ``[m, c, k]``, 0 for a missing class.
+        """Return the mean representation of each class in the training parts, ``[m, c, k]``, or 0 for a missing class.
 
         Raises:
             ConfigError: the model cannot process its samples one by one.
@@ -146,7 +146,7 @@ class TermNetwork(Network):
         return torch.stack(means)
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
-        """Return the representations and labels of each client's training part, in the order of the part.
+        """Return representations and labels of each client's training samples, in the order of the training part.
 
         Raises:
             ConfigError: the model cannot process its samples one by one.
@@ -168,9 +168,9 @@ class TermNetwork(Network):
         terms: Sequence[Bound],
         alpha: float = 1.0,
     ) -> None:
-        """Compute ``out <- out + alpha gradient`` of the sum of terms: weight times the function's mean over the batch.
+        """Add alpha times the gradient of all terms (weight times the mean over the batch) to ``out``.
 
-        Autograd computes it client by client.
+        Autograd computes the gradient for one client at a time.
 
         Raises:
             ConfigError: the model cannot process its samples one by one.
@@ -200,19 +200,19 @@ class TermNetwork(Network):
             torch._foreach_add_(*map(list, zip(*added, strict=True)), alpha=alpha)
 
     def _split(self, rows: Tensor) -> list[list[Tensor]]:
-        """Return the parameters of each client in ``rows [m, d]``, in the module's order."""
+        """Return the parameters of each client as views of ``rows [m, d]``, in the order of the module."""
         return [*map(list, zip(*(value.unbind() for value in self.layout.tree(rows).values()), strict=True))]
 
     @cached_property
     def representation(self) -> Representation:
-        """Module that returns its representation together with its outputs."""
+        """Copy of the network that returns its representation together with its outputs."""
         return Representation(self._module, self.spot, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _check_terms(self) -> None:
-        """Raise if a network cannot process its samples one by one.
+        """Raise an error if the network cannot process its samples one by one.
 
         Raises:
-            ConfigError: the network cannot process them. The message says why.
+            ConfigError: the network cannot process samples one by one. The message states the reason.
         """
         what = ""
         if self.normalisers:

@@ -1,4 +1,4 @@
-"""Aggregators, which combine the rows of a cohort into one vector. ``AGGREGATORS`` by kind."""
+"""Aggregators, which combine the rows of a cohort into one vector. ``AGGREGATORS`` lists them by kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
     "fltrust": FLTrust,
     "private-mean": PrivateMean,
 }
-"""Aggregators by kind."""
+"""Aggregators, keyed by kind."""
 
 __all__ = [
     "AGGREGATORS",

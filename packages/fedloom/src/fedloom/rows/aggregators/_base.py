@@ -1,4 +1,4 @@
-"""Base classes of aggregators, and of the transformations of rows before aggregation."""
+"""Base classes of aggregators, and of transformations that are applied to rows before aggregation."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from fedloom.rows.context import Cohort
 from fedloom.values import Value
 
 Rows = Mapping[str, Tensor]
-"""Rows of every upload field, ``{field: [m, .]}``."""
+"""Rows of all upload fields, ``{field: [m, .]}``."""
 State = dict[str, Tensor]
-"""State of a rule between rounds, or {} if the rule is stateless."""
+"""State that a rule carries from one round to the next, or {} if it is stateless."""
 
 MIN_RULE_ROWS = 7
-"""Number of rows with which every rule with f = 1 works: 4 m + 7 are enough, because bulyan needs 4 f + 3."""
+"""Number of rows that suffice for every rule with f = 1. For f = m + 1, 4 m + 7 rows suffice (bulyan needs 4 f + 3)."""
 
 
 class ClipRows(Value):
-    """Scale each client's row, with all fields together, to a norm of at most `bound`.
+    """Scaling of each client's row (all fields together) to a norm of at most `bound`.
 
-    Use it for fields that are differences.
+    Use it only for fields that are differences.
     """
 
     kind: Literal["clip"] = "clip"
     bound: float = Field(10.0, gt=0, description="maximum norm of a client's concatenated fields")
 
     def rows(self, m: int) -> int:
-        """Return the number of rows that remain of m rows."""
+        """Return the number of rows after the transformation of m rows."""
         return m
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -43,17 +43,17 @@ class ClipRows(Value):
 
 
 class Bucketing(Value):
-    """Means of random groups of `s` rows, the last perhaps smaller (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1).
+    """Replacement of rows by means of random groups of `s` rows (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1).
 
-    Each mean is weighted, and a group has the total weight of its members, so the weighted mean of all rows does not
-    change.
+    The last group may be smaller. Each mean is weighted, and a group has the total weight of its members, so the
+    weighted mean of all rows does not change.
     """
 
     kind: Literal["bucketing"] = "bucketing"
     s: PositiveInt = Field(2, description="number of rows per group (section 6: 2)")
 
     def rows(self, m: int) -> int:
-        """Return the number of rows that remain of m rows."""
+        """Return the number of rows after the transformation of m rows."""
         return -(-m // self.s)
 
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
@@ -70,7 +70,7 @@ class Bucketing(Value):
 class NNM(Value):
     """Nearest-neighbor mixing: every row is replaced by the mean of its m - f nearest rows, including itself.
 
-    (Allouah et al., Fixing by Mixing, AISTATS 2023, Algorithm 2.) The primary field determines the neighbors.
+    (Allouah et al., Fixing by Mixing, AISTATS 2023, Algorithm 2.) Distances are measured in the primary field.
     """
 
     kind: Literal["nnm"] = "nnm"
@@ -81,7 +81,7 @@ class NNM(Value):
     )
 
     def rows(self, m: int) -> int:
-        """Return the number of rows that remain of m rows.
+        """Return the number of rows after the transformation of m rows.
 
         Raises:
             ConfigError: there are at most f rows.
@@ -107,17 +107,17 @@ Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 class Aggregator(Value, ABC):
     """Rule that combines the rows of a cohort into one vector. Rows must be finite.
 
-    The state is an explicit dict of tensors, which checkpoints contain. It is empty for a stateless rule.
+    The state is a dict of tensors, which checkpoints include. It is empty for a stateless rule.
     """
 
     pre: tuple[Pre, ...] = Field((), description="transformations applied to the rows before the rule, in this order")
 
     weighted: ClassVar[bool] = False
-    """True if the rule uses the weigher's weights."""
+    """True if the rule uses the aggregation weights."""
 
     @property
     def linear(self) -> bool:
-        """True if the result is linear in the rows: it is a weighted mean."""
+        """True if the result is linear in the rows, that is, a weighted mean."""
         return False
 
     def init(self, ctx: Cohort) -> State:
@@ -125,10 +125,10 @@ class Aggregator(Value, ABC):
         return {}
 
     def check(self, m: int) -> None:
-        """Raise if a cohort of m rows is too small for the rule, or too large for its computation.
+        """Raise an error if a cohort of m rows is too small for the rule, or too large to be computed.
 
         Raises:
-            ConfigError: m is too small. The message states the smallest allowed m.
+            ConfigError: m is too small or too large. If it is too small, the message states the smallest allowed m.
         """
         for step in self.pre:
             m = step.rows(m)
@@ -139,7 +139,7 @@ class Aggregator(Value, ABC):
             raise refusal from None
 
     def _suggest_value(self, error: ConfigError, m: int) -> ConfigError:
-        """Return the error, with the largest number of attackers (or used rows) for which m rows are enough."""
+        """Return the error with advice on the maximum number of attackers (or used rows) for which m rows suffice."""
         for name in ("f", "k"):
             now = getattr(self, name, None)
             for smaller in range(min(now, m), -1, -1) if isinstance(now, int) else ():
@@ -152,11 +152,11 @@ class Aggregator(Value, ABC):
 
     @property
     def needs_client(self) -> bool:
-        """True if a particular client must be in every cohort."""
+        """True if a particular client must be part of every cohort."""
         return False
 
     def check_cohort(self, ids: Tensor) -> None:
-        """Raise if `check` rejects the number of clients in a round, ``ids [m]``, or if a required client is missing.
+        """Raise an error if `check` rejects the number of clients in ``ids [m]``, or if a required client is missing.
 
         Raises:
             ConfigError: the rule does not work with this cohort.
@@ -164,16 +164,16 @@ class Aggregator(Value, ABC):
         self.check(len(ids))
 
     def require(self, m: int) -> None:
-        """Apply `check` to the m rows that reach the rule itself.
+        """Check the number m of rows that reach the rule itself, after all transformations.
 
         Raises:
-            ConfigError: there are too few rows for the rule, or too many subsets of them.
+            ConfigError: the rule needs more rows, or there are too many subsets of the rows.
         """
 
     def adapted(self, m: int) -> Self:
-        """Return the rule with defaults that work for m rows: f becomes 0 if its default needs more rows.
+        """Return the rule with defaults that work for m rows, where f becomes 0 if its default needs more rows.
 
-        `check` rejects a cohort that is too small even if f is 0.
+        A cohort that is too small even for f = 0 stays unchanged, and `check` rejects it.
         """
         if self._allows(m) or not self._allows(4 * m + MIN_RULE_ROWS):
             return self
@@ -193,20 +193,21 @@ class Aggregator(Value, ABC):
     def apply(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Aggregate every field. Return the aggregates and the new state.
+        """Aggregate all fields. Return the aggregates and the new state.
 
         Args:
             state: state after the previous round.
-            rows: rows by field, {field: [m, .]}.
-            weights: weights [m, 1], nonnegative with a positive sum. Only `weighted` rules use them.
-            primary: field by which selection rules choose.
-            ctx: client ids of the rows, and the generators of the server.
+            rows: rows of each field, {field: [m, .]}.
+            weights: weights [m, 1], which are nonnegative and have a positive sum. Only rules that are `weighted` use
+                them.
+            primary: field that decides which rows a selection rule keeps.
+            ctx: client ids of the rows, and random generators of the server.
 
         Returns:
             The aggregates {field: [.]} and the new state.
 
         Raises:
-            ConfigError: there are too few rows for the rule (see `check`).
+            ConfigError: the rule rejects this number of rows (see `check`).
         """
         for step in self.pre:
             step.rows(len(weights))
@@ -218,7 +219,7 @@ class Aggregator(Value, ABC):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Apply the rule itself. Arguments as `apply`.
+        """Apply the rule itself, after all transformations. The arguments are those of `apply`.
 
         Raises:
             ConfigError: the rule does not work with this cohort.
@@ -226,15 +227,15 @@ class Aggregator(Value, ABC):
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Sum the rows of every field, multiplied by coefficients ``[m, 1]``: a weighted mean if they sum to 1."""
+    """Return the sum of each field's rows times coefficients ``[m, 1]`` (a weighted mean if they sum to 1)."""
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 
 def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
-    """Refuse m rows.
+    """Raise an error if a requirement on the number m of rows does not hold.
 
     Raises:
-        ConfigError: `rule` does not hold.
+        ConfigError: ``ok`` is False, so `rule` does not hold.
     """
     if not ok:
         values = "".join(f" and {name} = {value}" for name, value in got.items())

@@ -1,4 +1,4 @@
-"""Central differential privacy: every client's rows are clipped, and the server adds noise to their mean."""
+"""Central differential privacy: each client's rows are clipped, and the server adds noise to their mean."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedloom.rows.context import Cohort
 class PrivateMean(Aggregator):
     """(sum_i x_i min(1, clip / ||x_i||) + N(0, (sigma clip)^2 I)) / m (McMahan et al., ICLR 2018, Algorithm 1).
 
-    x_i contains all fields of client i side by side. The noise is calibrated to the sum, to which one client
-    contributes at most clip. The number m of clients is assumed to be public. The server, which receives the uploads,
-    is trusted. The guarantee covers the model that leaves the server. A simulation draws the noise from the run's seed,
-    so the noise protects no client. A deployment draws its own noise (`fedloom_sites.deploy.noise`), accounted for by
-    Renyi divergences.
+    The vector x_i consists of all fields of client i. The noise is calibrated to the sum, to which a client contributes
+    a vector with a norm of at most clip. The number m of clients is considered public. The server receives the uploads
+    without noise and is therefore trusted. The guarantee applies to the models that leave the server. A simulation
+    draws the noise from the run's seed, so it protects no client. A deployment draws unpredictable noise
+    (`fedloom_sites.deploy.noise`) and accounts for it by Renyi divergences.
     """
 
     kind: Literal["private-mean"] = "private-mean"

@@ -1,4 +1,4 @@
-"""Rules that compute weights for the rows from the primary field, and apply these weights to every field."""
+"""Aggregation rules that choose rows or weights by the primary field and use them for all fields."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MOST_SUBSETS = 200_000
 
 
 class Krum(Aggregator):
-    """The row with the smallest score: the sum of squared distances to its m - f - 2 nearest other rows.
+    """Row with the smallest score, which is the sum of squared distances to its m - f - 2 nearest other rows.
 
-    Needs m >= 2f + 3.
+    The rule needs m >= 2f + 3.
 
     (Blanchard et al., NeurIPS 2017, section 3.)
     """
@@ -43,10 +43,10 @@ class Krum(Aggregator):
 
 
 class MultiKrum(Aggregator):
-    """Weighted mean of the k rows with the smallest Krum scores. Needs m >= 2f + 3 and k <= m.
+    """Weighted mean of the k rows with the smallest Krum scores. The rule needs m >= 2f + 3 and k <= m.
 
-    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ: FLAME's implementation uses distances
-    without the square, and k = 5.
+    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ from the paper: FLAME's uses distances
+    that are not squared, and k = 5.
     """
 
     weighted: ClassVar[bool] = True
@@ -70,10 +70,11 @@ class MultiKrum(Aggregator):
 
 
 class Bulyan(Aggregator):
-    """Krum m - 2f times without replacement, then per coordinate the mean of the m - 4f values nearest the median.
+    """Krum, applied m - 2f times without replacement, followed by a trimmed mean around the median in each coordinate.
 
-    (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) Needs m >= 4f + 3. The first step uses the primary field,
-    and the second step uses every field. If few rows are left, a Krum score counts at least one neighbor.
+    (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) The trimmed mean averages the m - 4f values nearest the
+    median. The rule needs m >= 4f + 3. The first step uses only the primary field, and the second step is applied to
+    every field. If few rows are left, a Krum score uses the distance to at least one neighbor.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -98,12 +99,12 @@ class Bulyan(Aggregator):
 
 
 class MDA(Aggregator):
-    """Weighted mean of the m - f rows with the smallest diameter, which is the largest distance between two rows.
+    """Weighted mean of the m - f rows with the smallest diameter (the largest distance between two of them).
 
-    Needs m > 2f.
+    The rule needs m > 2f.
 
     (Minimum diameter averaging: El Mhamdi, Guerraoui, Guirguis, Hoang and Rouault, PODC 2020, section 3.) The rule
-    tries all subsets, so it rejects cohorts with more than 200,000 subsets.
+    tries all subsets of m - f rows, so it rejects cohorts with more than 200,000 subsets.
     """
 
     weighted: ClassVar[bool] = True
@@ -137,10 +138,10 @@ class MDA(Aggregator):
 
 
 class FLTrust(Aggregator):
-    """Rows scaled to the norm of a trusted row x_0 and weighted by the positive part of their cosine with x_0.
+    """Mean of rows scaled to the norm of a trusted row x_0 and weighted by the positive part of their cosine with x_0.
 
     (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).) In
-    the paper, the server trains x_0 on its own data. Here, the client `root` provides x_0. The root must be in every
+    the paper, the server trains x_0 on its own data. Here, the client `root` provides x_0. This client must be in every
     cohort and, as in the paper, has no weight itself. If no cosine is positive, the result is x_0. Use this rule for
     rows that are differences.
     """
@@ -162,11 +163,11 @@ class FLTrust(Aggregator):
 
     @property
     def needs_client(self) -> bool:
-        """The root."""
+        """True, because the rule needs the row of a trusted client."""
         return True
 
     def check_cohort(self, ids: Tensor) -> None:
-        """Raise if the root is not in the cohort."""
+        """Raise an error if the trusted client is not in the cohort."""
         super().check_cohort(ids)
         if int((ids == self.root).sum()) != 1:
             raise ConfigError(
@@ -188,10 +189,10 @@ class FLTrust(Aggregator):
 
 
 def krum_order(far: Tensor, f: int) -> Tensor:
-    """Return scores of the rows [m]: the sum of the m - f - 2 smallest distances (at least one) to other rows.
+    """Return row indices [m] by ascending score: the sum of the (at least one) m - f - 2 smallest distances.
 
-    If only one neighbor counts, two rows that are each other's nearest neighbors have equal scores. The more central
-    row then comes first.
+    If scores use only one neighbor, two rows that are each other's nearest neighbors have equal scores. In this case,
+    the row with the smaller sum of distances to all rows comes first.
     """
     neighbours = far.masked_fill(torch.eye(len(far), dtype=torch.bool, device=far.device), torch.inf).sort(1).values
     central = far.sum(1).argsort(stable=True)
@@ -199,9 +200,9 @@ def krum_order(far: Tensor, f: int) -> Tensor:
 
 
 def _only(chosen: Tensor, weights: Tensor) -> Tensor:
-    """Return coefficients [m, 1] of the weighted mean of the chosen rows.
+    """Return the coefficients [m, 1] for a weighted mean of the chosen rows.
 
-    The weights are uniform if no chosen row has a positive weight.
+    They are equal if no chosen row has a positive weight.
     """
     member = torch.zeros_like(weights).index_fill(0, chosen, 1)
     mass = member * weights

@@ -1,4 +1,4 @@
-"""Rules that treat each field separately: the mean, coordinate-wise rules, and central points of whole vectors."""
+"""Aggregation rules that treat each field separately: means, coordinate-wise rules, and centers of vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WeightedMean(Aggregator):
 
     @property
     def linear(self) -> bool:
-        """True if no transformation precedes the rule."""
+        """True if no transformation is applied before the rule."""
         return not self.pre
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:
@@ -33,7 +33,7 @@ class WeightedMean(Aggregator):
 class Median(Aggregator):
     """Median of each coordinate.
 
-    If m is even, it is the mean of the two middle values (Yin et al., ICML 2018, Definition 1).
+    If m is even, this is the mean of the two middle values (Yin et al., ICML 2018, Definition 1).
     """
 
     kind: Literal["median"] = "median"
@@ -43,7 +43,11 @@ class Median(Aggregator):
 
 
 class TrimmedMean(Aggregator):
-    """Mean of each coordinate without the f smallest and f largest, m > 2f (Yin et al., ICML 2018, Definition 2)."""
+    """Mean of each coordinate without its f smallest and f largest values (Yin et al., ICML 2018, Definition 2).
+
+    The rule needs m > 2f rows.
+
+    """
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
     f: int = Field(
@@ -58,10 +62,10 @@ class TrimmedMean(Aggregator):
 
 
 class GeometricMedian(Aggregator):
-    """Minimizer of sum w_i ||x - x_i||, computed by the smoothed Weiszfeld method, starting from the mean.
+    """Minimizer of sum w_i ||x - x_i||, computed by the smoothed Weiszfeld method with the mean as the starting point.
 
     (Pillutla, Kakade and Harchaoui, IEEE TSP 2022, Algorithm 2: b_i = w_i / max(nu, ||x - x_i||), then x = sum b_i x_i
-    / sum b_i; the paper runs 3 iterations.) Each field is computed separately.
+    / sum b_i; the paper runs 3 iterations.) Each field is aggregated separately.
     """
 
     weighted: ClassVar[bool] = True
@@ -86,10 +90,11 @@ class GeometricMedian(Aggregator):
 
 
 class CenteredClipping(Aggregator):
-    """v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||), starting from the last aggregate v.
+    """Iteration v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||), which starts at the last aggregate v.
 
-    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state contains v for each field. Before the first round, v
-    is the coordinate-wise median of the rows. The paper starts at 0, which only suits differences.
+    (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state contains v for each field. In the first round, v
+    starts at the coordinate-wise median of the rows. In the paper, v starts at 0, which is only suitable for
+    differences.
     """
 
     weighted: ClassVar[bool] = True

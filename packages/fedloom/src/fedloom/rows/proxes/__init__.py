@@ -1,4 +1,4 @@
-"""Functions with a prox: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` by kind."""
+"""Functions with a proximal operator: `f.f(x)` and `f.prox(v, t)`. ``PROXES`` lists the functions by kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from fedloom.rows.proxes._base import Form, Prox, made_by
+from fedloom.rows.proxes._base import Form, Prox, find_form
 from fedloom.rows.proxes.nonconvex import MCP, SCAD
 from fedloom.rows.proxes.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.proxes.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
@@ -15,10 +15,10 @@ from fedloom.rows.proxes.total import PROX_PARTS, Total, table_validator
 from fedloom.values import Value
 
 PROXES: dict[str, type[Value]] = {**PROX_PARTS, "total": Total}
-"""Functions with a prox, by kind."""
+"""Functions with a proximal operator, keyed by kind."""
 
 AnyProx = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROXES))]
-"""Type of a field that holds a function with a prox: a value, or a table {kind, ...fields}."""
+"""Type of a field with a function that has a proximal operator, given as a value or as a table {kind, ...fields}."""
 
 __all__ = [
     "L1",
@@ -43,5 +43,5 @@ __all__ = [
     "Simplex",
     "SquaredL2",
     "Total",
-    "made_by",
+    "find_form",
 ]

@@ -1,4 +1,4 @@
-"""Base class of functions with a prox."""
+"""Base class of functions with a proximal operator."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from fedloom.rows.algebra import Scalar
 from fedloom.rows.layout import Layout
 
 Form = Literal["dense", "sparse", "lowrank"]
-"""Form of a vector: no special form, many zeros, or matrices of low rank."""
+"""Form that a vector may have: none in particular, many zeros, or matrices of low rank."""
 
 
 @runtime_checkable
 class Prox(Protocol):
-    """A function f on R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), applied row by row.
+    """Function f on R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), applied to each row.
 
-    Functions of matrices or of named parameters need the layout. All other functions ignore the layout. A class whose
-    prox makes vectors sparse or of low rank declares this in ``makes: ClassVar[Form]``. Messages then use this form and
-    count its bytes.
+    Functions that depend on matrices or on parameter names need the layout. All others ignore it. A class whose prox
+    produces sparse or low-rank vectors declares this as ``makes: ClassVar[Form]``. Messages are then encoded in this
+    form.
     """
 
     @property
     def convex(self) -> bool:
         """True if f is convex.
 
-        If f is not convex, f + weak / 2 ||x||^2 must be convex, and the step must satisfy t < 1 / weak.
+        Otherwise, f + weak / 2 ||x||^2 must be convex, and the step t of the prox must be less than 1 / weak.
         """
         ...
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """Return values [m, 1] of rows [m, d], or a scalar tensor of [d]."""
+        """Return the values of f as [m, 1] for rows [m, d], or as a scalar tensor for [d]."""
         ...
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
-        """Return the prox of v [m, d] or [d] with step t > 0, a number or [m, 1].
+        """Return the prox of v ([m, d] or [d]) with the step t > 0, which is a number or [m, 1].
 
         Raises:
             ConfigError: the layout is missing, or t is too large for a weakly convex function.
@@ -43,7 +43,7 @@ class Prox(Protocol):
         ...
 
 
-def made_by(f: object) -> Form:
-    """Return the form that the prox of ``f`` gives to a vector, ``f.makes``. The default is "dense"."""
+def find_form(f: object) -> Form:
+    """Return the form of the vectors that the prox of ``f`` produces, which is ``f.makes``. The default is "dense"."""
     form: Form = getattr(f, "makes", "dense")
     return form

@@ -1,4 +1,4 @@
-"""Weakly convex penalties: f + weak / 2 ||x||^2 is convex, and the prox is single-valued for t < 1 / weak."""
+"""Weakly convex penalties: f + weak / 2 ||x||^2 is convex, and the prox has a single value for t < 1 / weak."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedloom.values import Value
 
 
 class SCAD(Value):
-    """Smoothly clipped absolute deviation (Fan and Li, JASA 2001, Eq. 2.7, 2.8). Not convex, weak = 1 / (a - 1).
+    """Smoothly clipped absolute deviation, weakly convex with weak = 1 / (a - 1) (Fan and Li, JASA 2001, Eq. 2.7, 2.8).
 
-    f(x) = sum of c|x| for |x| <= c. (2 a c |x| - x^2 - c^2) / (2 (a - 1)) for c < |x| <= a c. C^2 (a + 1) / 2 beyond.
-    The prox, for t < a - 1, is S_{c t}(v) for |v| <= (1 + t) c. ((a - 1) v - sign(v) a c t) / (a - 1 - t) for
-    |v| <= a c. V beyond.
+    f(x) is the sum over all coordinates of c|x| for |x| <= c, of (2 a c |x| - x^2 - c^2) / (2 (a - 1)) for c < |x| <= a
+    c, and of c^2 (a + 1) / 2 for larger |x|. The prox, for t < a - 1, is the soft threshold S_{c t}(v) for |v| <= (1 +
+    t) c, ((a - 1) v - sign(v) a c t) / (a - 1 - t) for larger |v| <= a c, and v for |v| > a c.
     """
 
     convex: ClassVar[bool] = False
@@ -33,7 +33,7 @@ class SCAD(Value):
 
     @property
     def weak(self) -> float:
-        """Weak convexity constant."""
+        """Constant of weak convexity."""
         return 1 / (self.a - 1)
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
@@ -49,10 +49,11 @@ class SCAD(Value):
 
 
 class MCP(Value):
-    """Minimax concave penalty (Zhang, Ann. Statist. 2010, Eq. 2.1). Not convex, weak = 1 / gamma.
+    """Minimax concave penalty, weakly convex with weak = 1 / gamma (Zhang, Ann. Statist. 2010, Eq. 2.1).
 
-    f(x) = sum of c|x| - x^2 / (2 gamma) for |x| <= gamma c. Gamma c^2 / 2 beyond.
-    The prox, for t < gamma, is S_{c t}(v) / (1 - t / gamma) for |v| <= gamma c. V beyond.
+    f(x) is the sum over all coordinates of c|x| - x^2 / (2 gamma) for |x| <= gamma c, and of gamma c^2 / 2 for larger
+    |x|. The prox, for t < gamma, is the soft threshold S_{c t}(v) divided by 1 - t / gamma for |v| <= gamma c, and v
+    for larger |v|.
     """
 
     convex: ClassVar[bool] = False
@@ -63,7 +64,7 @@ class MCP(Value):
 
     @property
     def weak(self) -> float:
-        """Weak convexity constant."""
+        """Constant of weak convexity."""
         return 1 / self.gamma
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norms and their squares, in closed form (Parikh and Boyd, Proximal Algorithms, 2014, section 6)."""
+"""Norms and their squares, whose prox has a closed form (Parikh and Boyd, Proximal Algorithms, 2014, section 6)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class GroupL1(Value):
         return v * _shrink_factor(lengths, self.c * t * scale)[..., ids]
 
     def _groups(self, x: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the norms [..., G] of the groups, their factors s_g [G], and the group [d] of each scalar."""
+        """Return the norms of the groups [..., G], their factors s_g [G], and the group of each scalar [d]."""
         sizes = torch.tensor(self._sizes(x.shape[-1], layout), device=x.device)
         ids = torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
         squares = x.new_zeros((*x.shape[:-1], len(sizes))).index_add(-1, ids, x.square())
@@ -136,5 +136,8 @@ class GroupL1(Value):
 
 
 def _shrink_factor(lengths: Tensor, t: Scalar) -> Tensor:
-    """Return max(1 - t / length, 0), which is 1 at length 0. NaN stays NaN."""
+    """Return the shrinkage factor max(1 - t / length, 0), which is 1 at length 0.
+
+    If the length is NaN, the factor is NaN.
+    """
     return torch.where(lengths > 0, 1 - t / lengths, 1 + lengths).clamp_min(0)

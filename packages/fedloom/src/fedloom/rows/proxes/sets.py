@@ -1,6 +1,6 @@
-"""Closed convex sets: f is 0 inside the set and infinite outside, so for every t, the prox is the projection.
+"""Closed convex sets as functions: f is 0 inside and infinite outside, so for every t, the prox is the projection.
 
-`f` counts a point as inside if the point differs from its projection only by rounding (sqrt(eps) of its length).
+`f` treats a point as inside if it differs from its projection only by rounding (sqrt(eps) times its length).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedloom.values import Value
 
 
 class ConvexSet(Value, ABC):
-    """Indicator function of a set, which is 0 inside and infinite outside.
+    """Indicator function of a convex set, which is 0 inside and infinite outside.
 
     Its prox is the projection onto the set, for every t.
     """
@@ -30,7 +30,7 @@ class ConvexSet(Value, ABC):
 
     @abstractmethod
     def project(self, v: Tensor, layout: Layout | None = None) -> Tensor:
-        """Project every row ``[m, d]``, or ``[d]``, onto the set."""
+        """Project each row of ``[m, d]``, or a vector ``[d]``, onto the set."""
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return indicator(x, self.project(x, layout))
@@ -40,7 +40,10 @@ class ConvexSet(Value, ABC):
 
 
 class Box(ConvexSet):
-    """{lower <= x <= upper} in every coordinate. None means no bound (Parikh and Boyd, 6.2.4)."""
+    """Box {lower <= x <= upper} with the same bounds in every coordinate.
+
+    None stands for no bound (Parikh and Boyd, 6.2.4).
+    """
 
     kind: Literal["box"] = "box"
     lower: float | None = Field(-1.0, description="smallest value")
@@ -57,7 +60,7 @@ class Box(ConvexSet):
 
 
 class LinfBall(ConvexSet):
-    """{max|x| <= radius} (Parikh and Boyd, 6.2.4)."""
+    """Ball of the maximum norm, {max|x| <= radius} (Parikh and Boyd, 6.2.4)."""
 
     kind: Literal["linf-ball"] = "linf-ball"
     radius: float = Field(1.0, gt=0, description="radius of the ball")
@@ -67,7 +70,7 @@ class LinfBall(ConvexSet):
 
 
 class L2Ball(ConvexSet):
-    """{||x||_2 <= radius} (Parikh and Boyd, 6.5.1)."""
+    """Ball of the Euclidean norm, {||x||_2 <= radius} (Parikh and Boyd, 6.5.1)."""
 
     kind: Literal["l2-ball"] = "l2-ball"
     radius: float = Field(1.0, gt=0, description="radius of the ball")
@@ -77,7 +80,7 @@ class L2Ball(ConvexSet):
 
 
 class L1Ball(ConvexSet):
-    """{||x||_1 <= radius} (Duchi et al., ICML 2008, Fig. 1)."""
+    """Ball of the l1 norm, {||x||_1 <= radius} (Duchi et al., ICML 2008, Fig. 1)."""
 
     makes: ClassVar[Form] = "sparse"
     kind: Literal["l1-ball"] = "l1-ball"
@@ -88,7 +91,7 @@ class L1Ball(ConvexSet):
 
 
 class Simplex(ConvexSet):
-    """{x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1)."""
+    """Simplex {x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1)."""
 
     makes: ClassVar[Form] = "sparse"
     kind: Literal["simplex"] = "simplex"
@@ -99,7 +102,7 @@ class Simplex(ConvexSet):
 
 
 class HalfSpace(ConvexSet):
-    """{<a, x> <= b}. The projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
+    """Half-space {<a, x> <= b}. The projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
 
     kind: Literal["half-space"] = "half-space"
     a: tuple[float, ...] = Field(description="normal vector: one number per scalar, or one number for all")
@@ -119,7 +122,7 @@ class HalfSpace(ConvexSet):
 
 
 class Affine(ConvexSet):
-    """{x: A x = b}. The projection is v - A^+ (A v - b) (Parikh and Boyd, 6.2.2)."""
+    """Affine subspace {x: A x = b}. The projection is v - A^+ (A v - b) (Parikh and Boyd, 6.2.2)."""
 
     kind: Literal["affine"] = "affine"
     A: tuple[tuple[float, ...], ...] = Field(min_length=1, description="matrix with k rows of d numbers")
@@ -146,7 +149,7 @@ class Affine(ConvexSet):
 
 
 def indicator(x: Tensor, nearest: Tensor) -> Tensor:
-    """Return 0 where x equals its projection up to rounding, else infinity: [m, 1] for [m, d], a scalar for [d]."""
+    """Return 0 where x equals its projection up to rounding, or else infinity: [m, 1] for [m, d], a scalar for [d]."""
     inside = total((x - nearest).square()) <= torch.finfo(x.dtype).eps * (1 + total(x.square()))
     return torch.where(inside, 0.0, torch.inf).to(x.dtype)
 

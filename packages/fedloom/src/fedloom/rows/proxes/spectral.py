@@ -1,4 +1,4 @@
-"""Matrix functions: each acts on the matrix view of every layer, and leaves one-dimensional parameters unchanged."""
+"""Functions of matrices, which act on the matrix view of each layer and leave one-dimensional parameters unchanged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedloom.values import Value
 
 
 class Nuclear(Value):
-    """f(x) = c sum over layers of ||W||_*, the sum of singular values.
+    """f(x) = c sum over layers of ||W||_*, where ||W||_* is the sum of the singular values of a layer's matrix W.
 
-    The prox is singular value thresholding: S_{c t} of each singular value.
+    The prox is singular value thresholding, which applies the soft threshold S_{c t} to each singular value.
 
     (Cai, Candes and Shen, SIAM J. Optim. 2010, Theorem 2.1; FedSLR, section 3: the threshold is lambda eta_g per layer,
-    a convolution [o, i, k, k] is the matrix [o k, i k].) Needs the layout.
+    a convolution [o, i, k, k] is the matrix [o k, i k].) The layout must be passed.
     """
 
     convex: ClassVar[bool] = True
@@ -41,9 +41,11 @@ class Nuclear(Value):
 
 
 class NuclearBall(ConvexSet):
-    """f = 0 if ||W||_* <= radius in every layer, else infinite. The prox projects every spectrum onto the l1 ball.
+    """f = 0 if ||W||_* <= radius in every layer, or else infinite.
 
-    (Parikh and Boyd, 6.7.3: an absolutely symmetric function of the singular values.) Needs the layout.
+    The prox projects the singular values of each layer onto the l1 ball.
+
+    (Parikh and Boyd, 6.7.3: an absolutely symmetric function of the singular values.) The layout must be passed.
     """
 
     makes: ClassVar[Form] = "lowrank"

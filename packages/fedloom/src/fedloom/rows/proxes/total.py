@@ -1,4 +1,4 @@
-"""Sums of functions with a prox."""
+"""Sums of functions with a proximal operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm
 from fedloom.rows.layout import Layout
-from fedloom.rows.proxes._base import Form, Prox, made_by
+from fedloom.rows.proxes._base import Form, Prox, find_form
 from fedloom.rows.proxes.nonconvex import MCP, SCAD
 from fedloom.rows.proxes.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.proxes.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
@@ -41,7 +41,7 @@ PROX_PARTS: dict[str, type[Value]] = {
 
 
 def table_validator(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
-    """Return a validator that converts a table {kind, ...fields} to a value and leaves a value unchanged."""
+    """Return a validator that converts a table {kind, ...fields} to a value, and returns a value unchanged."""
 
     def make(choice: object) -> Any:
         return make_kind("prox", registry, choice, "", base=Value) if isinstance(choice, Mapping) else choice
@@ -53,18 +53,19 @@ Part = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROX_PAR
 
 
 class Total(Value):
-    """Sum f = f_1 + ... + f_k.
+    """Sum f = f_1 + ... + f_k of functions with a proximal operator.
 
-    A squared l2 norm can be combined exactly with any g: prox_{t (g + c||.||^2)}(v) = prox_{s g}(s v / t), s = t / (1 +
-    2 c t). An l1 norm can be combined exactly with l2 or group l1, applying the prox of the l1 norm first (Yu, NeurIPS
-    2013), and with a box. All other sums use the parallel Dykstra-like method (Combettes and Pesquet, Proximal
-    Splitting Methods in Signal Processing, 2011, Algorithm 10.31). It takes gradient steps on the dual, with momentum
-    (Beck and Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the parts agree: v - x is then t times a
-    sum of subgradients, up to the tolerance. A row that has converged does not change any more, so rows do not
-    influence each other.
+    A squared l2 norm is combined exactly with any function g: prox_{t (g + c||.||^2)}(v) = prox_{s g}(s v / t), s = t /
+    (1 + 2 c t). An l1 norm is combined exactly with an l2 norm, group l1 or a box by applying its prox first (Yu,
+    NeurIPS 2013). The prox of any other sum is computed by the parallel Dykstra-like method (Combettes and Pesquet,
+    Proximal Splitting Methods in Signal Processing, 2011, Algorithm 10.31). The method takes gradient steps on the
+    dual, with momentum (Beck and Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the points of all
+    terms agree. Then v - x is t times a sum of subgradients, up to the tolerance. A row that has converged is no longer
+    changed, so rows do not influence each other.
 
     Raises:
-        ConfigError: the parts did not agree within the iterations, for example because their sets do not intersect.
+        ConfigError: the points of the terms did not agree within the iterations, for example because sets do not
+            intersect.
     """
 
     kind: Literal["total"] = "total"
@@ -86,13 +87,13 @@ class Total(Value):
 
     @property
     def convex(self) -> bool:
-        """True if every part is convex."""
+        """True if all terms are convex."""
         return all(p.convex for p in self._functions)
 
     @property
     def makes(self) -> Form:
-        """Form of the first part that has a special form."""
-        return next((form for form in map(made_by, self.parts) if form != "dense"), "dense")
+        """Form of the vectors that the prox produces, which is the first form of a term that is not "dense"."""
+        return next((form for form in map(find_form, self.parts) if form != "dense"), "dense")
 
     @property
     def _functions(self) -> list[Prox]:
@@ -102,9 +103,10 @@ class Total(Value):
         return torch.stack([self._value(p, x, layout) for p in self._functions]).sum(0)
 
     def _value(self, part: Prox, x: Tensor, layout: Layout | None) -> Tensor:
-        """Return f_i at x.
+        """Return the value of a term f_i at x.
 
-        If f_i(x) is infinite, f_i is evaluated at the nearest point of its set, if this point is within the tolerance.
+        If it is infinite, return the value at the nearest point of its set, provided that x is within the tolerance of
+        this point.
         """
         value = part.f(x, layout)
         if not value.isinf().any():
@@ -126,7 +128,7 @@ class Total(Value):
         return self._split(rest, v, t, layout)
 
     def _split(self, parts: list[Prox], v: Tensor, t: Scalar, layout: Layout | None) -> Tensor:
-        """p_i = prox_{k t f_i}(z_i), z_i = y_i + v - mean y, u_i <- z_i - p_i. y is u with momentum, row by row."""
+        """Iterate p_i = prox_{k t f_i}(z_i), z_i = y_i + v - mean y, u_i <- z_i - p_i, where y is u with momentum."""
         k, rounding = len(parts), 4 * torch.finfo(v.dtype).eps * (1 + norm(v))
         x, arrived, gap = v, torch.zeros_like(v[..., :1], dtype=torch.bool), norm(v)
         u, y, age = v.new_zeros(k, *v.shape), v.new_zeros(k, *v.shape), torch.zeros_like(gap)

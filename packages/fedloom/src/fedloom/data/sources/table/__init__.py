@@ -1,1 +1,1 @@
-"""Tables in files and in memory: reading, cells, and levels of columns."""
+"""Reading of tables from files and memory: cells, columns and their levels."""

@@ -1,4 +1,4 @@
-"""Table cells: they are read in pieces of columns, checked, and converted to numbers or codes of levels."""
+"""Cells of tables, which are read in pieces of columns, checked, and converted to numbers or codes of levels."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 BATCH_ROWS = 512
-"""Number of rows that are read at a time. With this number, a table of 1,000 columns has 512,000 cells in memory as
-text."""
+"""Number of rows that are read at a time. For a table with 1,000 columns, this means that 512,000 cells are in memory
+as text."""
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 MAX_ROW_CHARACTERS = 2**26
-"""Largest number of characters in a row, and in the rows that are buffered before they are split into columns."""
+"""Maximum number of characters in a row, and in all rows that are buffered before they are split into columns."""
 MAX_SHOWN_LEVELS = 6
-"""Largest number of levels of a column that an error message lists."""
+"""Maximum number of levels of a column that a message lists."""
 CELL_HINT = (
     "repair the cell, name it in missing, or give the column a role: target, client_column (client of a row), "
     "categorical or drop"
 )
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
-"""Pattern of a number with a decimal comma and, optionally, periods between thousands."""
+"""Pattern of a number with a decimal comma and, optionally, periods as thousands separators."""
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
-"""Pattern of an integer with commas between thousands, or of a number with a decimal comma and three decimals."""
+"""Pattern of an integer with commas as thousands separators, which could also be a number with a decimal comma and
+three decimals."""
 QUANTITY_PATTERN = re.compile(
     r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+\u2212\u2013(]?(\d{1,3}([,'\u2019\s]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
     r"(?P<unit>[-%€$£)]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
 )
-"""Pattern of a number with signs or a unit that Python cannot parse."""
+"""Pattern of a number with a unit or with signs that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
 DETECTION_BYTES = 2**18
 """Number of bytes at the start of a CSV file from which its separators are detected."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
-"""Largest number that a model accepts."""
+"""Largest number that models accept."""
 Cells = Sequence[Any]
 
 
 class Piece(NamedTuple):
-    """Cells of a column, beginning with a row whose number is counted from 0."""
+    """Consecutive cells of a column, with the index of their first row (from 0)."""
 
     start: int
     column: str
@@ -59,17 +60,17 @@ class Piece(NamedTuple):
 
 
 class Signs(NamedTuple):
-    """Separators of a CSV file: the character between cells, and the decimal sign of numbers."""
+    """Signs in a CSV file: the separator between cells, and the decimal sign of numbers."""
 
     separator: str
     decimal: Literal[".", ","]
 
 
 def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> Signs:
-    """Return the separator and decimal sign of a CSV file, detected from its first bytes.
+    """Detect the separator and decimal sign of a CSV file from its first bytes.
 
-    The separator splits each of the first rows into the same number of cells, which is at least two. The decimal sign
-    is a comma if some columns contain only numbers when commas are read as decimal signs.
+    The separator must split most of the first rows into the same number of cells, which is at least two. The decimal
+    sign is a comma if some columns contain only numbers when commas are read in this way.
 
     Raises:
         DataError: the file is not UTF-8 text.
@@ -99,14 +100,14 @@ def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int 
 
 
 def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
-    """Return the names of ``width`` columns from the header's cells, or column1, column2, ... without a header."""
+    """Return the names of ``width`` columns from the cells of the header, or column1, column2, ... if there is none."""
     if cells is None:
         return [f"column{k}" for k in range(1, width + 1)]
     return ["" if cell is None else str(cell).strip() for cell in cells]
 
 
 def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
-    """Return the error for a byte that is not valid UTF-8, whose position is counted from 0.
+    """Return the error for a byte at offset `at` (from 0) that is not valid in the encoding.
 
     `rest` begins with this byte.
     """
@@ -128,10 +129,10 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
 
 
 def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
-    """Return True if numbers use a decimal comma: some columns contain only numbers when it is read this way.
+    """Return True if numbers have a decimal comma, because some columns contain only numbers if they do.
 
-    Commas before three digits, as in 1,000, are not decimal commas if commas separate cells, or if other numbers
-    contain a period.
+    Commas before three digits, as in 1,000, are not treated as decimal commas if cells are separated by commas or if
+    other numbers contain a period.
     """
     filled = [[c for c in column if c != ""] for column in columns]
     pairs = [(cells, [c for c in cells if "," in c and is_number(pointed(c))]) for cells in filled]
@@ -143,10 +144,10 @@ def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
 
 
 class Problems:
-    """Faults of a table that one message reports: the first fault of each kind, and the number of faults.
+    """Problems of a table for a single message: the first problem of each kind, and how many there are.
 
     Args:
-        where: the file.
+        where: file that the message names.
         first: number of the first row below the header.
     """
 
@@ -155,25 +156,25 @@ class Problems:
         self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
     def add(self, kind: str, column: str, what: str, cells: Sequence[object], cure: str) -> None:
-        """Add cells of a column that have the same fault. `what` describes the first cell."""
+        """Add cells of a column that have the same problem. `what` describes the first of them."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
     def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
-        """Add the missing cells of a piece, if it contains any."""
+        """Add the missing cells in a piece of a column, if there are any."""
         if missing.any():
             what = f"row {self.first + piece.start + int(missing.argmax())}, column {piece.column!r}: missing value"
             self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
 
     def has(self, kind: str, column: str) -> bool:
-        """Return True if a column has a fault of the given kind."""
+        """Return True if a column has a problem of this kind."""
         return (kind, column) in self._cells_of
 
     def forget(self, column: str) -> None:
-        """Remove the faults of a column that is not used as a feature."""
+        """Remove all problems of a column, because it is not used as a feature."""
         self._cells_of = {key: fault for key, fault in self._cells_of.items() if key[1] != column}
 
     def sentences(self) -> list[str]:
-        """Return one sentence for each column and kind of fault."""
+        """Return one sentence per column and kind of problem."""
         lines: list[str] = []
         for what, cells, cure in self._cells_of.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
@@ -185,10 +186,12 @@ class Problems:
 def csv_rows(
     entry: Entry, separator: str, comment: str | None = None, encoding: str | None = None, skip: int = 0
 ) -> Iterator[list[str]]:
-    """Yield the rows of a UTF-8 CSV file. If a comment mark is set, blank rows and rows with the mark are skipped.
+    """Yield the rows of a CSV file.
+
+    If a comment mark is given, empty rows and rows that start with the mark are skipped.
 
     Raises:
-        DataError: the file is not a CSV file in UTF-8.
+        DataError: the file is not a CSV file in the expected encoding.
     """
     stream = _Counted(entry.stream)
     text = io.TextIOWrapper(cast("io.BufferedReader", stream), encoding or "utf-8-sig", newline="")
@@ -210,11 +213,11 @@ def csv_rows(
 
 
 class _Counted(io.BufferedIOBase):
-    """Stream that counts the characters and lines that have been read.
+    """Stream that counts the bytes and lines read from it.
 
     Attributes:
-        size: bytes.
-        lines: number of line ends that have been read.
+        size: number of bytes read so far.
+        lines: number of line ends read so far.
     """
 
     def __init__(self, inner: BinaryIO) -> None:
@@ -230,10 +233,10 @@ class _Counted(io.BufferedIOBase):
 
 
 class _Lines:
-    """Lines of a CSV file, up to the length of the longest allowed row.
+    """Lines of a CSV file, with a limit on the length of a row.
 
     Attributes:
-        length: number of characters of the current row.
+        length: number of characters in the current row so far.
     """
 
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
@@ -261,7 +264,7 @@ class _Lines:
 
 
 def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield rows in blocks. Blocks of long rows contain fewer rows."""
+    """Yield rows in blocks. If rows are long, a block contains fewer of them."""
     block, size = [], 0
     for row in rows:
         block.append(row)
@@ -274,7 +277,10 @@ def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
 
 
 def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
-    """Yield rows as pieces of columns. A row with a different number of cells is reported and skipped."""
+    """Convert rows to pieces of columns, and yield the pieces.
+
+    A row with a wrong number of cells is reported as a problem and skipped.
+    """
     start, line, width = 0, problems.first, len(names)
     for block in _blocks(rows):
         if not start and (texts := _second_header(block, names)):
@@ -298,10 +304,10 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
 
 
 def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the columns and texts of a second header row above numbers, or [] if there is no such row.
+    """Return the columns and texts of a second header row above the numbers, or [] if there is none.
 
-    The row is a second header if there are at least two such columns, at least three rows follow, and the row contains
-    no number in a column of numbers.
+    A row is a second header if it has text in at least two columns of numbers and a number in none of them, and if at
+    least three rows follow.
     """
     table = [row for row in block if len(row) == len(names)]
     if len(table) < 4 or table[0] is not block[0]:
@@ -317,13 +323,13 @@ def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 
 def replace_commas(cells: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield numbers with a decimal comma in Python notation. All other cells stay unchanged."""
+    """Replace decimal commas in numbers, so that Python can parse them. All other cells stay unchanged."""
     for piece in cells:
         yield piece._replace(cells=[pointed(cell) for cell in piece.cells])
 
 
 def pointed(cell: str) -> str:
-    """Return a number with a decimal comma in Python notation. Other text is returned unchanged.
+    """Return a number with a decimal comma in the notation of Python. Other text is returned unchanged.
 
     >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
@@ -332,13 +338,13 @@ def pointed(cell: str) -> str:
 
 
 def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
-    """Return a mask of the missing cells, which are None, NaN or a marker, bool ``[k]``."""
+    """Return a bool mask ``[k]`` of the missing cells, which are None, NaN or a marker."""
     hold = markers_of(missing).hold
     return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
 
 
 def shortened(cell: object) -> str:
-    """Return a cell, shortened for messages."""
+    """Return a cell as text for messages, which is shortened if it is long."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
@@ -346,7 +352,7 @@ def shortened(cell: object) -> str:
 def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = CELL_HINT) -> NDArray[np.float64]:
     """Convert cells to numbers, with NaN for missing cells.
 
-    All other cells, and numbers outside the range that a model accepts, are reported.
+    Cells that are not numbers, or that exceed the range that models accept, are reported as problems.
     """
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
@@ -373,6 +379,6 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
 
 
 def _readable(cell: Any) -> bool:
-    """Return True if a cell is a number that a model accepts."""
+    """Return True if a cell is a number in the range that models accept."""
     value = number_of(cell)
     return value is not None and abs(value) <= MAX_NUMBER

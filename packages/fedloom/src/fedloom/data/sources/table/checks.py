@@ -1,4 +1,4 @@
-"""Checks of a table after all cells have been read: errors and notes."""
+"""Checks of a table after all its cells have been read, which yield errors and notes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
 
 MAX_CLASS_NUMBERS = 30
-"""Number of different integers in a label above which a note mentions that the task may be a regression."""
+"""Number of distinct integers in a label above which a note suggests that the task may be a regression."""
 MIN_CHECKED_ROWS = 10
-"""Smallest number of rows for notes on constant columns and outliers."""
+"""Minimum number of rows for notes on constant columns and outliers."""
 MAX_NOTED_NEGATIVE_SHARE = 0.05
-"""Largest ratio of negative numbers to positive numbers for which the negative numbers are noted."""
+"""Maximum fraction of negative numbers in a column for which a note is added."""
 OUTLIER_WIDTHS = 1000
-"""Smallest distance of an outlier from the nearer end of a column's interquartile range, in widths of this range."""
+"""Minimum distance of an outlier from the interquartile range of its column, as a multiple of the width of this
+range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
 CODE_PATTERN = re.compile(r"0\d+|\d+[eE]\d+")
-"""Pattern of digits that are probably no measurement: with a leading zero, or an exponent without sign or period."""
+"""Pattern of digits that are probably a code: with a leading zero, or with an exponent but no sign or period."""
 ENTRY_NAME_PATTERN = re.compile(
     r"t?start(_?time)?|time_?[01]|entry(_?(time|age))?|t_?entry|(left_?)?trunc\w*", re.IGNORECASE
 )
-"""Pattern of names for the time at which a row enters a study."""
+"""Pattern of column names for the time at which a subject enters a study."""
 Coded = tuple[NDArray[np.float64], tuple[str, ...]]
-"""Codes of all rows ``[N]``, with NaN for missing cells, and the levels."""
+"""Codes of all rows ``[N]``, which are NaN for missing cells, and the levels."""
 
 
 def rename(twice: Sequence[str]) -> str:
-    """Return advice about columns with the same name."""
+    """Return advice on columns that have the same name."""
     if all(map(is_number, twice)):
         return "if the first row is not a header, set header = false. Otherwise rename one"
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
 def refuse_twins(where: str, names: Sequence[str]) -> None:
-    """Raise if a name occurs twice in a header.
+    """Raise an error if a name occurs twice in a header.
 
     Raises:
         DataError: two columns have the same name.
@@ -63,10 +64,10 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
 
 
 class Spellings:
-    """Cells of text columns that Python reads as numbers, although their author may have meant something else.
+    """Cells in text columns that are read as numbers although their author may have meant something else.
 
-    Fractions that all have three digits may contain periods between thousands (7.123 for 7,123). ``007`` and ``1E5``
-    may be codes.
+    Numbers that all have three decimals may contain periods as thousands separators (7.123 for 7,123). Cells such as
+    ``007`` and ``1E5`` may be codes.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Spellings:
         self._sound = set[str]()
 
     def add(self, column: str, cells: Cells) -> None:
-        """Add cells, which are numbers with a decimal point."""
+        """Add cells of a column in which numbers have a decimal point."""
         examples = self._codes.setdefault(column, [])
         if len(examples) < MIN_CHECKED_ROWS:
             likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
@@ -96,7 +97,7 @@ class Spellings:
                 return
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on these columns."""
+        """Yield notes on columns with such cells."""
         for column, examples in self._codes.items():
             if len(examples) >= MIN_CHECKED_ROWS:
                 yield (
@@ -113,7 +114,7 @@ class Spellings:
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:
-    """Return numbers ``[N]`` as codes of their levels, where NaN has no level."""
+    """Return numbers ``[N]`` as codes of levels, where NaN has no level."""
     has_value = ~np.isnan(values)
     distinct, places = np.unique(values[has_value], return_inverse=True)
     codes = np.full(len(values), np.nan)
@@ -122,7 +123,7 @@ def coded_numbers(values: NDArray[np.float64]) -> Coded:
 
 
 def rows_of_levels(column: Coded) -> dict[str, int]:
-    """Return the number of rows with each level."""
+    """Return the number of rows for each level."""
     codes, levels = column
     counts = np.bincount(codes[~np.isnan(codes)].astype(int), minlength=len(levels))
     return dict(zip(levels, counts.tolist(), strict=True))
@@ -131,13 +132,14 @@ def rows_of_levels(column: Coded) -> dict[str, int]:
 def impossible(
     times: tuple[str, NDArray[np.float64]], events: tuple[str, NDArray[np.float64]], first: int, *, eventless: bool
 ) -> Iterator[str]:
-    """Yield errors in times and events, column by column.
+    """Yield errors for invalid times and events.
 
     Args:
-        times: name of the time column and its numbers ``[N]``, with NaN for missing cells.
-        events: name and numbers of the event column, in the same form.
-        first: number of the first row.
-        eventless: True if the table may contain no event, for example because it is one of several sites' tables.
+        times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
+        events: name and numbers of the event column in the same form.
+        first: number of the first row in messages.
+        eventless: True if the table may contain no events at all, for example because it is one of several sites'
+            tables.
     """
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
@@ -160,7 +162,7 @@ def impossible(
 
 
 def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> Iterator[str]:
-    """Yield errors in the label columns, by name, that contain numbers other than 0 and 1, or NaN for no cell."""
+    """Yield errors for label columns with numbers other than 0, 1 and NaN (which stands for a missing cell)."""
     for column, values in labels.items():
         rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
         if len(rows):
@@ -172,11 +174,11 @@ def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> It
 
 
 def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield notes on columns that contain the start of the time at risk, which survival tasks assume to be 0.
+    """Yield notes on columns that may contain the start of the time at risk, which survival tasks assume to be 0.
 
     Args:
-        columns: numbers ``[N]`` by column name, with NaN for missing cells.
-        times: name of the time column and its numbers ``[N]``, with NaN for missing cells.
+        columns: numbers ``[N]``, which are NaN for missing cells, keyed by column name.
+        times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
     """
     for name, values in columns.items():
         rows = ~np.isnan(values) & ~np.isnan(times[1])
@@ -192,7 +194,7 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
 
 
 def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
-    """Return the agreed columns with rows ``[N, p]`` outside the agreed range, for example in a different unit."""
+    """Return errors for columns whose rows ``[N, p]`` are outside the agreed range, for example in a different unit."""
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
@@ -201,7 +203,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 
 
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
-    """Return the agreed columns in which most cells have an unknown level, for example because the spelling differs."""
+    """Return errors for agreed columns in which most cells have an unknown level, e.g. due to spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
         f"({column.shown}). Correct them, or agree on these levels too"
@@ -211,7 +213,7 @@ def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
 
 
 def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
-    """Yield notes on cells that the agreement fills in columns in which no gaps are expected."""
+    """Yield notes on cells that are filled although the agreement expects no missing cells or unknown levels."""
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
@@ -224,7 +226,7 @@ def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
 
 
 def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield notes on agreed columns with numbers outside the range, such as an undeclared marker of missing values."""
+    """Yield notes on numbers outside the agreed range, such as an undeclared marker of missing values."""
     for name, column in agreed.items():
         if column.column.range is not None:
             (low, high), values = column.column.range, columns[name]
@@ -239,14 +241,14 @@ def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArra
 def doubtful(
     columns: Mapping[str, NDArray[np.float64]], measured: Collection[str], first: int, *, arrays: bool = False
 ) -> Iterator[str]:
-    """Yield notes on empty or constant columns, and on extreme outliers.
+    """Yield notes on columns that are empty or constant, and on extreme outliers.
 
     Args:
-        columns: numbers or codes ``[N]`` by column name, with NaN for missing cells.
-        measured: names of the columns that are searched for outliers.
-        first: number of the first row.
-        arrays: True if the columns come from an array, which has no options. In arrays, rare negative numbers are not
-            noted.
+        columns: numbers or codes ``[N]``, which are NaN for missing cells, keyed by column name.
+        measured: names of the columns in which outliers are searched.
+        first: number of the first row in messages.
+        arrays: True if the columns come from an array, which has no options for columns. In arrays, rare negative
+            numbers are not reported.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
@@ -285,11 +287,11 @@ def doubtful(
 
 
 def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
-    """Yield notes on similar levels, and on a label with a single class or with a class without rows.
+    """Yield notes on similar levels, on a label with a single class, and on classes without rows.
 
     Args:
-        coded: columns of levels by column name.
-        label: name of the label, which is in `coded` if the label has classes.
+        coded: columns of levels, keyed by column name.
+        label: name of the label, which is contained in `coded` if it has classes.
     """
     for name, column in coded.items():
         counts = rows_of_levels(column)

@@ -1,4 +1,4 @@
-"""Dates as features: days since another date in the row, or since a fixed date."""
+"""Conversion of dates to features: days since another date in the same row, or since a fixed date."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from fedloom.hints import nearest
 
 SECONDS_PER_DAY = 86400.0
 DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
-"""Pattern of a date with day, month and year. Dates with slashes are ambiguous (day first or month first), so fedloom
-does not read them."""
+"""Pattern of a date as day.month.year. Dates with slashes are not read, because the day or the month may come first."""
 DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
 
 
 def days_of(cell: object) -> float | None:
-    """Return the number of days since 1970 of a date, a time or its text. None for any other cell.
+    """Return the number of days since 1970 for a date or time, or for text that contains one.
+
+    Return None for any other cell.
 
     >>> from datetime import date
     >>> days_of("1970-01-02"), days_of("3.1.1970"), days_of(date(1970, 1, 2)), days_of("1/2/1970")
@@ -31,10 +32,10 @@ def days_of(cell: object) -> float | None:
 
 
 def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str) -> None:
-    """Raise if a date column does not exist, or if a start is neither a column nor a date.
+    """Raise an error if a date column does not exist, or if its start is neither a column nor a date.
 
     Raises:
-        ConfigError: a column is missing.
+        ConfigError: a date column does not exist, or its start is invalid.
     """
     for column, start in days_since.items():
         if column not in names:
@@ -49,18 +50,18 @@ def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str)
 def replace_dates(
     cells: Iterator[Piece], days_since: Mapping[str, str], markers: tuple[str, ...], problems: Problems
 ) -> Iterator[Piece]:
-    """Yield pieces of columns in which dates are replaced by days.
+    """Yield pieces of columns in which dates are replaced by numbers of days.
 
-    Date columns are yielded last, because they may need a column that comes later in the file.
+    Date columns come last, because their start may be in a later column of the file.
 
     Args:
         cells: pieces of all columns.
-        days_since: start of each date column: another column, or a date.
-        markers: cells that mean missing.
-        problems: collector of cells that are not dates.
+        days_since: start of each date column, which is another column or a date.
+        markers: texts that mark missing cells.
+        problems: collector for cells that are not dates.
 
     Yields:
-        The pieces. If the date or its start is missing, the resulting cell is missing.
+        The pieces. A cell is missing if its date or its start is missing.
     """
     held: dict[str, list[object]] = {name: [] for pair in days_since.items() for name in pair}
     for piece in cells:
@@ -76,7 +77,10 @@ def replace_dates(
 
 
 def _days(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
-    """Return the number of days since 1970 for a column's cells. Cells that are not dates are reported."""
+    """Return the number of days since 1970 for each cell of a column.
+
+    Cells that are not dates are reported as problems.
+    """
     days = [days_of(cell) for cell in cells]
     missing = is_missing(cells, markers).tolist()
     odd = [k for k, day in enumerate(days) if day is None and not missing[k]]

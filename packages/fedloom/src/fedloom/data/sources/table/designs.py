@@ -1,4 +1,4 @@
-"""Table columns that control splits: subjects, time order, strata, and test rows."""
+"""Columns of a table that control splits: subjects, time order, strata, and test rows."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from fedloom.data.sources.table.checks import Coded
 
 TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
-"""Default levels, in lower case, that mark a row of the test part."""
+"""Default levels, in lower case, that mark rows of the test part."""
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
-"""Levels, in lower case, that mark a row of the training part."""
+"""Levels, in lower case, that mark rows of the training part."""
 TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivation|learn)(?![a-z])", re.IGNORECASE)
-"""Pattern of the name of a column in which 1 and yes mean training."""
+"""Pattern of column names for which 1 and yes mark training rows."""
 YEAR_PATTERN, MONTH_PATTERN = re.compile(r"\d{4}"), re.compile(r"\d{4}-\d{2}")
 ZONE_PATTERN = re.compile(r"(Z|[+-]\d{2}:?\d{2})$", re.IGNORECASE)
 ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 'drop' leaves rows without one out"
 
 
 class DesignOptions(FileSource):
-    """Options that control splits."""
+    """Options of a table that control how it is split."""
 
     subject: str | None = Field(
         default=None,
@@ -72,7 +72,7 @@ class DesignOptions(FileSource):
     @field_validator("strata", "test_levels", mode="before")
     @classmethod
     def _one_or_more(cls, names: object) -> object:
-        """Return a single name as a tuple, and whole numbers, such as years, as text."""
+        """Return a single name as a tuple, and integers (such as years) as text."""
         several = names if isinstance(names, list | tuple) else (names,)
         return tuple(level(name) if isinstance(name, int) else name for name in several)
 
@@ -89,7 +89,7 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Options that are set. Options of an agreement take precedence."""
+        """Options that are set, including those of an agreement. The options of an agreement take precedence."""
         agreed = getattr(self, "agreement", None)
         values = {name: getattr(self, name) for name in DesignOptions.option_names()}
         if agreed is not None:
@@ -97,9 +97,9 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the options without columns that are not in the given names.
+        """Return options for a new table, without columns that are not among the given names.
 
-        The old table's test rows do not exist in a new table.
+        Test rows are no longer marked, because they only exist in the old table.
         """
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
@@ -112,7 +112,7 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Raise if a column has two roles.
+    """Raise an error if a column has two roles.
 
     Raises:
         ValueError: two options name the same column.
@@ -129,9 +129,9 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
 
 
 class OrderTimes(NamedTuple):
-    """Times of rows, as numbers and as seconds since 1970.
+    """Times of rows, both as numbers and as seconds since 1970.
 
-    A cell that is not a number, or not a date, is NaN.
+    A cell is NaN if it is not a number (or not a date, respectively).
     """
 
     numbers: GrowingRows
@@ -139,17 +139,17 @@ class OrderTimes(NamedTuple):
 
 
 class DesignReading:
-    """Columns that are combined into a `Design` once all cells have been read.
+    """Collector of the columns that control splits, which become a `Design` after all cells have been read.
 
     Args:
-        options: options of the source (see `DesignOptions.chosen`).
+        options: options that are set (see `DesignOptions.chosen`).
 
     Attributes:
         columns: columns that must exist.
-        complete: columns that must not contain missing cells.
+        complete: columns in which no cell may be missing.
         coded: columns that are read as levels.
         strata: columns that define the strata.
-        no_features: columns that are not features.
+        no_features: columns that are not used as features.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -165,10 +165,10 @@ class DesignReading:
         self._zones = set[bool]()
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Add a piece of the time column."""
+        """Add a piece of the column that orders the rows."""
         if piece.column != self.order:
             return
-        rooms = [cast("NDArray[np.float64]", rows.at(piece.start, len(missing))) for rows in self._moments]
+        rooms = [cast("NDArray[np.float64]", rows.reserve(piece.start, len(missing))) for rows in self._moments]
         for room in rooms:
             room[:] = np.nan
         for k in np.flatnonzero(~missing).tolist():
@@ -180,7 +180,7 @@ class DesignReading:
                 self._odd = piece.start + k, piece.cells[k]
 
     def wrong(self, first: int) -> Iterator[str]:
-        """Yield errors in the time column. ``first`` is the number of the first row."""
+        """Yield errors in the column that orders the rows. ``first`` is the number of the first row in messages."""
         if self.order is None:
             return
         if self._odd is not None:
@@ -194,11 +194,11 @@ class DesignReading:
             yield f"row {first + row}, column {self.order!r}: a number, but other rows contain dates; {ORDER_HINT}"
 
     def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
-        """Return the design of the rows to keep ``[N]``. None if no option is set.
+        """Return the design for the rows ``keep [N]``. Return None if no option is set.
 
         Raises:
-            ConfigError: a level in the test row column means neither yes nor no.
-            DataError: no row is marked, or all rows are marked.
+            ConfigError: a level in the column that marks test rows means neither yes nor no.
+            DataError: no row is marked as a test row, or every row is.
         """
         if not self._options:
             return None
@@ -219,20 +219,20 @@ class DesignReading:
 
     @property
     def _dates(self) -> bool:
-        """True if the times of rows are dates instead of numbers."""
+        """True if the order of rows is given by dates instead of numbers."""
         numbers, seconds = (cast("NDArray[np.float64]", rows.done()) for rows in self._moments)
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
-        """Yield the time of each row ``[N]``, with NaN for missing cells.
+        """Yield the time of each row ``[N]``, which is NaN for missing cells.
 
-        Nothing is yielded if the times are unknown.
+        Nothing is yielded if rows have no times.
         """
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on times that hardly say which rows are later."""
+        """Yield notes on times that are not suitable for ordering rows."""
         for times in self.times():
             valid = times[~np.isnan(times)]
             first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
@@ -267,10 +267,10 @@ class DesignReading:
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
-        """Return the levels that mark the test part.
+        """Return the levels that mark rows of the test part.
 
         Raises:
-            ConfigError: a named level does not exist, or a level means neither yes nor no.
+            ConfigError: a given level does not exist, or a level means neither yes nor no.
         """
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
@@ -290,7 +290,9 @@ class DesignReading:
 
 
 def seconds_of(cell: object) -> float | None:
-    """Return the number of seconds since 1970 of a date, a time or its text in ISO 8601. None for any other cell.
+    """Return the number of seconds since 1970 for a date or time, or for text that contains one in ISO 8601.
+
+    Return None for any other cell.
 
     >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
     (86400.0, 60.0, 31536000.0, None)

@@ -1,4 +1,4 @@
-"""Tables of other programs, read with their libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
+"""Tables of other programs, read by their libraries: spreadsheets, SPSS, Stata, SAS, JSON lines and Feather."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ STATISTICS_READERS = {
     ".sav": "read_sav", ".zsav": "read_sav", ".por": "read_por", ".dta": "read_dta", ".sas7bdat": "read_sas7bdat",
     ".xpt": "read_xport",
 }  # fmt: skip
-"""pyreadstat functions by file extension."""
+"""Functions of pyreadstat, keyed by file extension."""
 MAX_SHOWN_CODES = 4
-"""Largest number of user-missing codes that a note lists."""
+"""Maximum number of codes for missing values that a note lists."""
 
 
 class LoadedTable(NamedTuple):
@@ -35,10 +35,10 @@ class LoadedTable(NamedTuple):
 
     Attributes:
         names: names of the columns.
-        pieces: pieces of cells.
+        pieces: cells of the columns, in pieces.
         coded: columns whose type defines levels.
-        notes: sentences for the report.
-        first: number of the first row below the header.
+        notes: notes for the report.
+        first: number of the first row below the header in messages.
     """
 
     names: list[str]
@@ -49,21 +49,21 @@ class LoadedTable(NamedTuple):
 
 
 class LibraryTable(TableSource):
-    """Table that a library reads."""
+    """Table that is read by a library."""
 
     @abstractmethod
     def read_file(self, place: Path) -> LoadedTable:
-        """Return the table of a file.
+        """Read the table in a file.
 
         Raises:
-            DataError: the file is damaged, or is not a table.
+            DataError: the file is damaged or contains no table.
             ConfigError: the library is not installed.
         """
         ...
 
     @contextmanager
     def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open the table of the file."""
+        """Open the table in the file."""
         place = locate(type(self).__name__, self.path, data_dir, (), lambda p: p.is_file())
         if place.is_dir():
             raise DataError(f"{place}: is a folder. Name the file of the table")
@@ -100,7 +100,7 @@ class Excel(LibraryTable):
     skip: int = Field(default=0, ge=0, description="number of rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Return the table in a sheet. For formulas, the values stored in the file are used."""
+        """Read the table in a sheet. A cell with a formula has the value that is stored in the file."""
         openpyxl = library_for(place, "openpyxl")
         try:
             with zipfile.ZipFile(place) as archive:
@@ -135,10 +135,10 @@ class Excel(LibraryTable):
 
 
 class Statistics(LibraryTable):
-    """SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt) file, with its labels and user-missing codes.
+    """SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt) file, with labels and codes for missing values.
 
-    If all values of a column have labels, the labels are the column's levels. The file's user-missing codes become
-    missing cells, and a note states how many there are.
+    If all values of a column have labels, the labels become the levels of the column. Values that the file declares as
+    missing become missing cells, and a note states how many there are.
     """
 
     labels: bool = Field(default=True, description="use value labels as levels")
@@ -146,7 +146,7 @@ class Statistics(LibraryTable):
     encoding: str | None = Field(default=None, description="text encoding (default: as the file states)")
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Return a file's table with its labels and user-missing codes."""
+        """Read the table in a file, with its labels and declared missing values."""
         library = library_for(place, "pyreadstat")
         reader = STATISTICS_READERS.get(place.suffix.lower())
         if reader is None:
@@ -179,7 +179,7 @@ class Statistics(LibraryTable):
 
 
 def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:
-    """Return the values of a column that the file declares as user-missing."""
+    """Return the values of a column that the file declares as missing."""
     ranges = [(part["lo"], part["hi"]) for part in facts.missing_ranges.get(name, [])]
     named = {*facts.missing_user_values.get(name, [])}
     return {
@@ -190,7 +190,7 @@ def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:
 
 
 def _note(name: str, counts: Mapping[Any, int], labels: Mapping[Any, str]) -> str:
-    """Return the note on a column's user-missing codes."""
+    """Return the note on the declared missing values of a column."""
     shown = [
         f"{f'{code:g}' if isinstance(code, float) else code}{f' ({labels[code]})' if code in labels else ''} in {rows}"
         for code, rows in islice(counts.items(), MAX_SHOWN_CODES)
@@ -202,7 +202,7 @@ class JsonLines(LibraryTable):
     """File with one JSON object per line (.jsonl, .ndjson), plain, gz or xz."""
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Return the table formed by all lines. A key that is absent from a line is a missing cell."""
+        """Read the table that consists of all lines. If a line lacks a key, the cell is missing."""
         from pyarrow import json as arrow_json  # slow to import
 
         with open_unpacked(place) as stream:
@@ -213,7 +213,7 @@ class Feather(LibraryTable):
     """Feather or Arrow file."""
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Return the table of all columns."""
+        """Read the table with all columns."""
         from pyarrow import feather  # slow to import
 
         return _arrow_table(feather.read_table(place, memory_map=False), place)

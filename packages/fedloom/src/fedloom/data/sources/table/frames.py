@@ -1,4 +1,4 @@
-"""Frames: pandas, Arrow and Hugging Face hub tables in memory, as columns of cells."""
+"""Tables in memory (pandas, Arrow and Hugging Face data sets) as columns of cells."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fedloom.errors import ConfigError
 
 
 def class_names(obj: Any, column: Any) -> tuple[str, ...]:
-    """Return the class names of a hub column that contains class numbers, or () for other columns."""
+    """Return the names of the classes in a column of a Hugging Face data set, or () if it contains no class numbers."""
     return tuple(getattr(obj.features[column], "names", None) or ())
 
 
 def is_hub(obj: object) -> bool:
-    """Return True for a data set of the Hugging Face hub."""
+    """Return True if the object is a Hugging Face data set."""
     return hasattr(obj, "column_names") and hasattr(obj, "features")
 
 
 def is_frame(obj: Any) -> bool:
-    """Return True for a pandas table, an Arrow table, or a hub data set with columns of single numbers or texts."""
+    """Return True for a pandas or Arrow table, or a Hugging Face data set whose cells are single numbers or texts."""
     if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if is_hub(obj) and not hasattr(obj, "__len__"):
@@ -34,7 +34,7 @@ def is_frame(obj: Any) -> bool:
 
 
 def _is_arrow(obj: object) -> bool:
-    """Return True for a pyarrow table, or for another library's table without an index that Arrow can read."""
+    """Return True for a pyarrow table, or a table of another library that has no index and that Arrow can read."""
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 
@@ -51,7 +51,7 @@ def frame_names(obj: Any) -> list[str]:
 
 
 def coded_columns(obj: Any) -> list[str]:
-    """Return the columns whose type defines levels, for an object that `is_frame` accepts."""
+    """Return the columns of an object that `is_frame` accepts whose type defines levels."""
     names = frame_names(obj)
     if is_hub(obj):
         return [name for name in names if class_names(obj, name)]

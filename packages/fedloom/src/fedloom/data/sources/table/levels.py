@@ -1,4 +1,4 @@
-"""Convert cells of a column to codes of its levels, which are classes, clients or categories."""
+"""Conversion of a column's cells to codes of levels, which are classes, clients or categories."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 LONGEST_NAME = 1000
-"""Largest number of characters of a level: a class, a client or a category. Longer cells are free text."""
+"""Maximum number of characters in the name of a level. Longer cells are considered free text."""
 TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
     **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
 }
-"""Common notations for true and false, in lower case."""
+"""Common ways to write true and false, in lower case."""
 MAX_SHOWN_GROUPS = 4
-"""Largest number of groups of levels in a sentence."""
+"""Maximum number of groups of levels that a sentence lists."""
 NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1,2})?")
-"""Pattern of the notations of a number. Double precision keeps 15 digits."""
+"""Pattern of a number in any common notation. It has at most 15 characters, because double precision represents 15
+digits exactly."""
 
 
 def alike(counts: Mapping[str, int]) -> str:
     """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are none.
 
-    Levels are probably equal if they differ only in capitals, spaces or the encoding of a letter, if they are notations
-    of one number, or if they are notations of true and false in a column without other levels.
+    Levels probably mean the same if they differ only in capitals, spaces or the encoding of a letter, if they are
+    notations of the same number, or if they are ways to write true and false in a column without other levels.
 
     Args:
-        counts: number of rows with each level.
+        counts: number of rows for each level.
 
     >>> alike({"TRUE": 2, "true": 1, "1": 4, "0": 5})
     "'TRUE' (2) = 'true' (1) = '1' (4)"
@@ -57,36 +58,36 @@ def alike(counts: Mapping[str, int]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a level in lower case, without needless spaces, and a number without leading and trailing zeros."""
+    """Return a level in lower case without redundant spaces, or a number without leading and trailing zeros."""
     text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
     number = NUMBER_PATTERN.fullmatch(text)
     return np.format_float_positional(float(text.replace(",", ".")), trim="-") if number is not None else text
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Factors by which columns are multiplied, for all clients or by client."""
+"""Factors by which columns are multiplied, each of which is one number or one number per client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:
-    """Return the factor for a whole column. It is 1 without a factor, or if factors are given by client."""
+    """Return the factor of a whole column. It is 1 if the column has no factor, or one factor per client."""
     factor = factors.get(column, 1.0)
     return 1.0 if isinstance(factor, Mapping) else factor
 
 
 def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield each column with factors by client, and the factors ``[k]`` of the named clients (default 1)."""
+    """Yield each column with one factor per client, and the factors ``[k]`` of the given clients (1 by default)."""
     for column, factor in factors.items():
         if isinstance(factor, Mapping):
             yield column, np.array([factor.get(client, 1.0) for client in clients])
 
 
 def unapplied(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
-    """Return a sentence for each factor by client that applies to no row.
+    """Return a sentence for each factor of a client that applies to no row.
 
     Args:
         factors: factors of the columns.
-        users: column that contains each row's client.
-        clients: clients with at least one row. None: the column does not exist.
+        users: column with the client of each row.
+        clients: clients that have at least one row. None if the column does not exist.
     """
     absent = {c: [k for k in f if k not in (clients or ())] for c, f in factors.items() if isinstance(f, Mapping)}
     if absent and clients is None:
@@ -95,17 +96,17 @@ def unapplied(factors: Factors, users: str | None, clients: Collection[str] | No
 
 
 class Codes:
-    """Levels of a column in the order in which they first occur, sorted at the end."""
+    """Collector of a column's levels, which are numbered by first occurrence and sorted at the end."""
 
     def __init__(self) -> None:
         self.levels: dict[str, int] = {}
         self.rows: list[NDArray[np.int32]] = []
 
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
-        """Add rows.
+        """Add the cells of further rows.
 
         Raises:
-            DataError: a cell contains free text instead of the name of a level.
+            DataError: a cell contains free text and not the name of a level.
         """
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
         if longest > LONGEST_NAME:
@@ -120,7 +121,7 @@ class Codes:
         self.rows.append(np.array(codes, np.int32))
 
     def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-        """Return the codes of all rows ``[N]``, with NaN for missing cells, and the levels."""
+        """Return the codes of all rows ``[N]``, which are NaN for missing cells, and the levels."""
         names = sorted(self.levels, key=natural)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
@@ -129,17 +130,17 @@ class Codes:
 
 
 class Agreed:
-    """Cells of an agreed column, as numbers or as codes of its levels.
+    """Converter of an agreed column's cells to numbers, or to codes of its levels.
 
     Attributes:
-        column: the column.
-        filled: number of cells so far that are missing or have an unknown level and will be filled.
-        unknown: unknown levels, and the number of cells with each.
+        column: agreed column.
+        filled: number of cells so far that will be filled, because they are missing or have an unknown level.
+        unknown: unknown levels, with the number of cells for each.
 
     Args:
-        column: the column.
-        impute: True if missing cells and unknown levels are filled and not reported.
-        cure: advice given for reported cells.
+        column: agreed column.
+        impute: True if missing cells and unknown levels are filled instead of being reported.
+        cure: advice on reported cells.
         factor: factor by which numbers are multiplied.
     """
 
@@ -150,18 +151,18 @@ class Agreed:
 
     @property
     def shown(self) -> str:
-        """Most frequent unknown levels, and the agreed levels."""
+        """Most frequent unknown levels and the agreed levels, for messages."""
         unknown = ", ".join(shortened(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
     def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
-        """Return the values of a piece of the column. A missing value or an unknown level becomes NaN.
+        """Return the values of the cells in a piece of the column. Missing cells and unknown levels become NaN.
 
         Args:
-            piece: piece of cells.
-            missing: mask ``[k]`` of missing cells.
-            problems: collector of cells that are not numbers or codes, and, unless they are filled, of missing cells
-                and unknown levels.
+            piece: cells of the column.
+            missing: mask of the missing cells ``[k]``.
+            problems: collector for cells that are not numbers or codes, and for missing cells and unknown levels if
+                they are not filled.
         """
         column, name = self.column, self.column.name
         if not self._impute:
@@ -189,11 +190,11 @@ class Agreed:
 
 
 def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, Agreed]:
-    """Return the columns of an agreed table by name (see `Agreed`)."""
+    """Return converters of all columns of an agreed table, keyed by column name (see `Agreed`)."""
     return {c.name: Agreed(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
 
 
 def natural(text: str) -> tuple[float, str]:
-    """Return a sort key that puts numbers, ordered by value, before all other texts."""
+    """Return a sort key that puts numbers first, ordered by value, and then all other texts."""
     value = number_of(text) if is_number(text) else None
     return (np.inf, text) if value is None else (value, text)

@@ -1,4 +1,4 @@
-"""Sentences about missing columns of a table, and about targets that do not suit their task."""
+"""Messages about missing columns of a table, and about targets that do not fit their task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedloom.hints import nearest
 
 
 def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
-    """Return the error message for missing columns."""
+    """Return the message about missing columns."""
     spaced = len(names) == 1 and {*absent} <= {*names[0].split()}
     if len(absent) == 1 and not spaced:
         cure = " (the agreement names it)" if agreed else ""
@@ -31,7 +31,7 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
 
 
 def unlike(label: str, levels: str) -> str:
-    """Return the sentence about similar levels of a label, in the form that `alike` returns."""
+    """Return the message about similar levels of a label, which are given in the form of `alike`."""
     return (
         f"the label {label!r} has levels that are written differently but seem the same: {levels}. "
         "Write them in one way, or set task = 'classification' if each is a class"
@@ -39,10 +39,10 @@ def unlike(label: str, levels: str) -> str:
 
 
 def check_event(where: str, task: str, event: str | None, label: str, *, scaled: bool) -> None:
-    """Raise if an event has no time, a time has no event, or the units differ.
+    """Raise an error if an event lacks a time, a time lacks an event, or the target would be scaled.
 
     Raises:
-        ConfigError: there is such a fault, which the message states.
+        ConfigError: one of these problems occurs.
     """
     if task == "survival" and event is None:
         raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
@@ -62,7 +62,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
 def agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Return codes of the agreed classes, these classes, and the faults found in the label's levels."""
+    """Return the codes with respect to the agreed classes, these classes, and problems of the label's levels."""
     if agreement.task not in CLASS_TASKS:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]
@@ -84,16 +84,17 @@ def agreed_classes(
 
 
 def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
-    """Return the task that a label's levels imply, and the faults found in the levels.
+    """Return the task that follows from a label's levels, and problems of the levels.
 
-    A single level is not an error, because a trained model may be applied to such a table. If the levels are
-    `doubtful`, a single level is noted. Similar levels count as classes only if the task is set to classification.
+    A single level is not a problem, because a trained model may be applied to such a table. It is reported, however, if
+    other problems were found (`doubtful`). Similar levels are accepted as different classes only if the task is set to
+    classification.
 
     Args:
         task_wanted: task that the source sets.
-        label: name of the column.
-        counts: number of rows with each level.
-        doubtful: True if other faults were found.
+        label: name of the label column.
+        counts: number of rows for each level.
+        doubtful: True if other problems were found in the table.
     """
     wrong, levels = list[str](), tuple(counts)
     if doubtful and len(levels) == 1:
