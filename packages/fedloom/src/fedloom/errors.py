@@ -353,7 +353,10 @@ def cause_of(error: BaseException) -> str:
     """Return a description of an unexpected error: its message and the last line of user code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
-        f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
+        f
+        for f in frames
+        if not any(part in f.filename for part in ("site-packages", "importlib"))
+        and Path(__file__).parent not in Path(f.filename).parents
     ]
     at = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{': '.join(filter(None, (type(error).__name__, str(error))))}{at}"
