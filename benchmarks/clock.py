@@ -30,7 +30,7 @@ from fedloom.engine import simulate
 from fedloom.engine.clients.uploads import Uploads
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import clients_of, one_thread
+from fedloom.engine.simulate import arithmetic, clients_of
 from fedloom.engine.state import initial_state
 from fedloom.engine.virtual import dispatch
 from fedloom.engine.virtual.advance import advance
@@ -80,7 +80,7 @@ def per_event(fed: Federation, schedule: Schedule, clients: int, size: int, step
     )  # fmt: skip
     job, server = make_job(setting, fed)
     least: dict[str, float] = {}
-    with one_thread(), timed(WORK) as work, timed(ROWS) as rows, clients_of(job) as those:
+    with arithmetic(job), timed(WORK) as work, timed(ROWS) as rows, clients_of(job) as those:
         state = initial_state(job, server)
         for _ in range(WARM):
             state, _ = advance(job, those, state)

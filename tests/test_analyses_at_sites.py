@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +26,12 @@ from statsmodels.genmod.generalized_linear_model import GLM
 
 import fedloom as fl
 from fedloom.analyses import AnalysisTerms, ClientRows, Question, Rules, Schema
+from fedloom.analyses.registry import ANALYSES
 from fedloom.analyses.rows import client_rows
 from fedloom.analyses.run import answer_question, run_questions, sum_answers
 from fedloom.data.groups import keeping
 from fedloom.data.tables import TableColumn
-from fedloom.errors import ConfigError, Stop
+from fedloom.errors import CodeError, ConfigError, Refused, Stop
 from fedloom.rundir import analysis_file
 from fedloom_clinic.columns import flag_columns
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
@@ -323,6 +326,55 @@ def test_analyses_of_models_are_those_of_the_trained_model(
     pd.testing.assert_frame_equal(found, want, rtol=1e-5, atol=1e-7)
 
 
+BINS = {"width": 40.0, "until": 160.0}
+ASKING: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "cox": ("survival", BINS), "glm": ("binary", {}), "kaplan-meier": ("survival", BINS), "table-1": ("binary", {}),
+    "ridge": ("regression", {}), "conformal": ("regression", {"alpha": 1e-9}), "calibration": ("binary", {}),
+    "pooled-importance": ("binary", {}),
+}  # fmt: skip
+"""Task and options with which each analysis by sums asks questions; conformal with an infinite threshold."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ANALYSES if ANALYSES[kind].questions])
+def test_every_question_of_an_analysis_can_be_sent_and_is_repeated_only_in_a_fit(tmp_path: Path, kind: str) -> None:
+    """Conformal coverage counts the rows below a threshold, so a second answer would show the row between two of them.
+
+    The same holds for other bins of a calibration, and for other shares of a Table 1.
+    """
+    task, options = ASKING[kind]
+    here = deployed(tmp_path, task, {"kind": kind, **options}, masked=True)
+    agreed, fed = agreed_of(here), federation(here)
+    result = fl.simulate(here.experiment.methods[0].setting, fed)
+    log = fl.analyze(agreed.analysis, result, rules=agreed.rules.with_(missing=1)).log
+    order, repeated = agreed.analysis.order, agreed.analysis.retried
+    for record in log:
+        assert Question.decode(
+            AnalysisStep.create(kind, 0, record.question.encode()).message, agreed.analysis.questions
+        ) == (record.question)
+    names = [record.question.name for record in log]
+    assert names[: len(order)] == [*order][: len(names)]
+    assert len(names) <= len(order) or {*names[len(order) :]} <= {*repeated}
+    if order[-1] not in repeated:
+        with pytest.raises(Refused, match=f"asks each question once .* so there is no step {len(order)}"):
+            agreed.read_question(len(order), log[-1].question.encode(), agreed.before)
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        (Question("bins", {"reached": torch.tensor([1.0, math.inf])}), "reached of the question 'bins' is not finite"),
+        (Question("bins", {"reached": torch.zeros(1, 2)}), "has the fields {'reached': 2}"),
+        (Question("bins"), "has the fields {}"),
+        (Question("others"), "the question 'others' has the fields"),
+    ],
+)
+def test_a_question_that_no_site_could_read_is_an_error_in_a_simulation_too(question: Question, sentence: str) -> None:
+    with pytest.raises(CodeError, match=re.escape(sentence)):
+        question.check_form(ANALYSES["calibration"].questions)
+    with pytest.raises(Refused, match="has 200000 bytes, but sites read at most 131072"):
+        AnalysisStep.create("calibration", 1, bytes(200_000))
+
+
 # ------------------------------------------------------------------------------------------------- crafted questions
 
 
@@ -375,6 +427,23 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
             figures=(client.answers.figures,) * SITES, question=AnalysisStep.create("glm", 1, SPREADS.encode()),
         ), [b"a model"])  # fmt: skip
     assert asked(client, SPREADS, 1).counters == ANSWERED_COUNTS
+
+
+def test_an_answer_is_never_clipped_under_masks(tmp_path: Path) -> None:
+    """About a centre far from all rows, the squares of four sites exceed their bounds, which the server knows.
+
+    With clipped answers, the sum minus these bounds would be the squares of the fifth site, which has fewer rows.
+    """
+    table = patients().assign(ward=np.array(["GEN", "ICU", "PED"])[np.arange(ROWS) // SITES % 3])
+    table = table.drop(table.index[table.site == 4][:25])
+    here = deployed(tmp_path, "regression", {"kind": "glm"}, masked=True, table=table)
+    clients = [Client(site) for site in here.sites]
+    sizes = tuple(tuple(c.sizes) for c in clients)
+    for client, answers in zip(clients, (False,) * 4 + (True,), strict=True):
+        far = Question("spreads", {"centre": numbers(2.2, 1.5, 1.67, 1.67, 2.13)})
+        answer = asked(client, far, 1, sizes=sizes)
+        assert answer.counters == (ANSWERED_COUNTS if answers else SILENT_COUNTS)
+        assert bool(answer.vector.any()) is answers
 
 
 def test_time_bins_are_the_agreed_ones_and_not_those_of_a_message(tmp_path: Path) -> None:

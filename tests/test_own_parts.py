@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import random  # noqa: TID251  # a mistake that a law finds
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.data.partitions import PARTITIONS, Dealt, Draw, Partition, Pool, Sized, group_by_owner
-from fedloom.errors import CodeError, ConfigError, DataError, PartitionError, Refused
+from fedloom.errors import CodeError, ConfigError, DataError, FedloomError, PartitionError, Refused
 from fedloom.rows.aggregators import AGGREGATORS, Aggregator, Median
 from fedloom.rows.attacks import ALIE, ATTACKS, Attack, Forgery, Poison
 from fedloom.testing import aggregators, attacks, check_aggregator, check_attack, check_partition, partitions
@@ -154,6 +155,14 @@ class Shuffles(Stripes):
         return super().draw(pool, seed)
 
 
+class Zeroes(Stripes):
+    """Writes into the data, which are the same after every further draw."""
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        pool.data.x[:] = 0
+        return super().draw(pool, seed)
+
+
 class ScalesItself(Stripes):
     """Writes into the data, so that clients are scaled by numbers that are not their own."""
 
@@ -170,10 +179,11 @@ class ScalesItself(Stripes):
 
 
 BROKEN_PARTITIONS = [
-    ("runs", Crash), ("runs", NoDraw), ("declared", ManyNames), ("declared", FloatIndex),
+    ("runs", Crash), ("runs", NoDraw), ("runs", ManyNames), ("declared", FloatIndex),
     ("pool_only", PlacesInThePool),
-    ("disjoint", Twice), ("tested_apart", NeighboursTest), ("seeded", FromNumpy), ("seeded", Counts),
-    ("seeded", FromRandom), ("arguments_unmodified", Shuffles), ("prepared", ScalesItself),
+    ("disjoint", Twice), ("runs", NeighboursTest), ("tested_apart", Twice), ("seeded", FromNumpy), ("seeded", Counts),
+    ("seeded", FromRandom), ("arguments_unmodified", Shuffles), ("arguments_unmodified", Zeroes),
+    ("prepared", ScalesItself),
 ]  # fmt: skip
 
 
@@ -201,6 +211,13 @@ class Trimmed(Aggregator):
 class CrashingRule(Trimmed):
     def combine(self, state: Any, rows: Any, weights: Tensor, primary: str, ctx: Any) -> Any:
         return rows["model"].mean(0), state
+
+
+class ZeroesRows(Trimmed):
+    """Rows that are zero already do not change when they are set to zero."""
+
+    def combine(self, state: Any, rows: Any, weights: Any, primary: str, ctx: Any) -> Any:
+        return {name: value.zero_().mean(0) for name, value in rows.items()}, state
 
 
 class KeepsRows(Trimmed):
@@ -278,7 +295,7 @@ class NeedsThree(Trimmed):
 
 BROKEN_RULES = [
     ("runs", CrashingRule), ("repeatable", GlobalNoiseRule), ("shapes", KeepsRows),
-    ("arguments_unmodified", WritesRows),
+    ("arguments_unmodified", WritesRows), ("arguments_unmodified", ZeroesRows),
     ("arguments_unmodified", GivesAView), ("repeatable", RemembersElsewhere), ("resume", ForgetsDtype),
     ("permutation", FirstCounts), ("weighted", SecretlyWeighted), ("agreement", PlainSum), ("linear", SaysLinear),
     ("precision", RoundsToHalf), ("small_cohorts", NeedsThree),
@@ -529,6 +546,87 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
     with pytest.raises(PartitionError, match="defines the test parts itself, so folds = 3 has no effect"):
         LaterAtSites(folds=3)(table())
     assert any("test = 0.5 has no effect" in note for note in LaterAtSites(test=0.5)(table()).notes)
+
+
+WRONG_DRAWS: dict[str, tuple[Any, str]] = {
+    "no draw": (lambda d: d.dealt, "draw must return fl.partitions.Draw, got Dealt"),
+    "nothing": (lambda d: None, "draw must return fl.partitions.Draw, got NoneType"),
+    "a tuple": (lambda d: d._replace(dealt=tuple(d.dealt)), r"dealt must be fl.partitions.Dealt\(.*got tuple"),
+    "floats": (lambda d: d._replace(dealt=d.dealt._replace(index=d.dealt.index / 1)), "index must be a numpy array"),
+    "a tensor": (lambda d: d._replace(common=torch.arange(3)), "common must be a numpy array .* got Tensor"),
+    "a sample twice": (
+        lambda d: d._replace(dealt=Dealt(np.r_[d.dealt.index, 299], np.r_[d.dealt.offsets[:4], 301])),
+        "dealt has 1 sample twice .first: sample 299 at client 3"),
+    "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "common has 1 sample tw"),
+    "test samples of others": (
+        lambda d: d._replace(test=group_by_owner(np.arange(9), (np.arange(9) + 1) % 4, 4)), "s of another client"),
+    "equal names": (lambda d: d._replace(names=("a", "a", "b", "c")), "names must be 4 different names"),
+    "too few names": (lambda d: d._replace(names=("a", "b")), "names must be 4 different names"),
+    "numbers as names": (lambda d: d._replace(names=(1, 2, 3, 4)), "names must be a tuple of texts that are not empty"),
+    "a note": (lambda d: d._replace(notes="a note"), "notes must be a tuple of sentences, got 'a note'"),
+    "flat noise": (lambda d: d._replace(noise=np.ones(4)), r"noise must be a numpy array \[4, c\] of numbers"),
+    "negative noise": (lambda d: d._replace(noise=-np.ones((4, 1))), "noise must be standard deviations of at least 0"),
+    "few groups": (lambda d: d._replace(groups=np.arange(2)), r"groups must be a numpy array \[4\] of integers"),
+    "classes as floats": (lambda d: d._replace(relabel=np.ones((4, 2))), r"relabel must be .* \[4, 2\] of integers"),
+    "classes beyond": (lambda d: d._replace(relabel=np.full((4, 2), 2)), "relabel must be classes from 0 to 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_DRAWS)
+def test_a_wrong_field_of_a_draw_is_named_before_any_work(case: str) -> None:
+    change, words = WRONG_DRAWS[case]
+
+    class Wrong(LaterAtSites):
+        def draw(self, pool: Pool, seed: int) -> Draw:
+            return change(super().draw(pool, seed))  # type: ignore[no-any-return]
+
+    with pytest.raises(CodeError, match=f"partition Wrong failed in draw, seed 0: ValueError: .*{words}"):
+        Wrong(start=300)(table(), seed=0)
+
+
+WRONG_RESULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "arrays": ("combine", lambda s, r: ({k: v.mean(0).numpy() for k, v in r.items()}, s), "the aggregates must be"),
+    "one tensor": ("combine", lambda s, r: (next(iter(r.values())).mean(0), s), "the aggregates must be"),
+    "whole numbers": ("combine", lambda s, r: ({k: v.mean(0).long() for k, v in r.items()}, s), "must be floats"),
+    "no state": ("combine", lambda s, r: ({k: v.mean(0) for k, v in r.items()}, None), "the state must be a"),
+    "a count": ("combine", lambda s, r: ({k: v.mean(0) for k, v in r.items()}, {"n": 3}), "of tensors, got {'n'"),
+    "a numpy model": ("forge", lambda base: base.numpy() + 1, "as a tensor of floats, got float32"),
+    "no model": ("forge", lambda base: None, "as a tensor of floats, got NoneType"),
+    "whole models": ("forge", lambda base: base.long(), "as a tensor of floats, got torch.int64"),
+    "no labels": ("poison", lambda y, c: None, "poison must return a tensor .* got NoneType"),
+    "few labels": ("poison", lambda y, c: y[:2], r"poison must return a tensor .* got torch.int64 \[2\]"),
+    "labels as floats": ("poison", lambda y, c: y.float(), "poison must return a tensor .* got torch.float32"),
+    "labels of no class": ("poison", lambda y, c: y + c, "labels must be from 0 to 1, got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_RESULTS)
+def test_a_wrong_result_of_a_user_s_part_is_named(case: str) -> None:
+    where, give, words = WRONG_RESULTS[case]
+
+    class Rule(Aggregator):
+        def combine(self, state: Any, rows: Any, weights: Any, primary: str, ctx: Any) -> Any:
+            return give(state, rows)
+
+    class Forged(Forgery):
+        def forge(self, honest: Any, base: Tensor, benign: Tensor, m: int, gens: Any) -> Any:
+            return give(base)
+
+    class Poisoned(Poison):
+        def poison(self, y: Tensor, classes: int, gen: Any) -> Any:
+            return give(y, classes)
+
+    part: Any = {"combine": Rule, "forge": Forged, "poison": Poisoned}[where]
+    options = {"aggregator": part()} if where == "combine" else {"attack": part(fraction=0.5)}
+    fed = fl.partitions.iid(clients=4)(table(80), 0)
+    with pytest.raises(FedloomError, match=rf"(?s){part.__name__} failed in [\w ]+: ValueError: .*{words}"):
+        fl.simulate("fedavg", fed, rounds=1, **options)
+
+
+def test_global_generators_in_a_partition_depend_on_the_seed() -> None:
+    feds = [FromNumpy(clients=4)(table(), seed=seed) for seed in (0, 0, 1)]
+    indices = [fed.parts["train"].index.tolist() for fed in feds]
+    assert indices[0] == indices[1] != indices[2]
 
 
 def test_samples_of_a_test_part_belong_to_their_clients() -> None:

@@ -15,6 +15,7 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 import fedloom as fl
+from fedloom.errors import Note
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier
 from fedloom_clinic.drafts.columns import Survey
@@ -104,13 +105,13 @@ def test_a_folder_of_pictures_with_copies_is_noted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_images_without_copies_have_no_note(seed: int) -> None:
-    assert not any("neighbour" in note for note in fl.Dataset.create((smooth(300, seed), np.arange(300) % 3)).notes)
+    assert not any("neighbor" in note for note in fl.Dataset.create((smooth(300, seed), np.arange(300) % 3)).notes)
     noise = torch.rand(300, 3, 12, 12, generator=torch.Generator().manual_seed(seed))
-    assert not any("neighbour" in note for note in fl.Dataset.create((noise, np.arange(300) % 3)).notes)
+    assert not any("neighbor" in note for note in fl.Dataset.create((noise, np.arange(300) % 3)).notes)
     digits = fl.load("digits")
     some = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))[:600]
     written = fl.Dataset.create((digits.x[some], digits.y[some]))
-    assert not any("neighbour" in note for note in written.notes)
+    assert not any("neighbor" in note for note in written.notes)
 
 
 def test_rows_of_a_subject_may_be_alike() -> None:
@@ -122,6 +123,55 @@ def test_rows_of_a_subject_may_be_alike() -> None:
                           "y": np.tile(rng.integers(2, size=120), 2)})  # fmt: skip
     assert any("far closer" in note for note in fl.Dataset.create(frame.drop(columns="who"), "y").notes)
     assert fl.Dataset.create(frame, "y", subject="who").notes == ()
+
+
+def with_number(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.assign(record=np.random.default_rng(2).permutation(len(frame)) + 5000)
+
+
+def three_times(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every row with two copies, whose numbers differ a little."""
+    three = pd.concat([frame] * 3, ignore_index=True)
+    three[["age", "crp"]] += 0.004 * np.random.default_rng(3).normal(size=(len(three), 2))
+    return three
+
+
+COPIED: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], str]] = {
+    "copies with a number of their own": (
+        lambda f: with_number(pd.concat([f, f[:60]], ignore_index=True)), "60 of 300 rows are exact copies"),
+    "two copies with noise": (three_times, "of 720 rows have a neighbor"),
+    "a text per row": (lambda f: f.assign(key=[f"k{7 * k:x}" for k in range(len(f))]), "levels name rows. Name it in"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_copies_are_noted_whatever_numbers_their_rows(case: str) -> None:
+    change, words = COPIED[case]
+    frame = change(pd.DataFrame(table()))
+    data = fl.Dataset.create(frame, "died", categorical=["key"] if "key" in frame else [])
+    assert any(words in note for note in data.notes), data.notes
+
+
+def test_equal_rows_in_two_parts_have_a_note_with_a_rule() -> None:
+    frame = with_number(pd.concat([pd.DataFrame(table())] * 2, ignore_index=True))
+    fed = fl.partitions.iid(clients=2)(fl.Dataset.create(frame, "died"), 0)
+    rules = [note.rule for note in fed.notes if isinstance(note, Note)]
+    assert "parts-share-rows" in rules
+    assert any(isinstance(note, Note) and note.rule for note in fl.simulate("fedavg", fed, rounds=1).notes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_clean_tables_have_no_note(seed: int) -> None:
+    """Zeros and limits of detection lie in one place, and rows are close there without being copies."""
+    rng = np.random.default_rng(seed)
+    wide = np.exp(rng.normal(size=N))
+    frame = pd.DataFrame({
+        **table(seed), "limited": np.minimum(wide, 4).round(2),
+        "none": np.where(rng.random(N) < 0.45, 0.0, wide * 0.01),
+        "pulse": rng.normal(70, 9, N).round(0), "half": rng.normal(20, 4, N).round(0) / 2,
+    })  # fmt: skip
+    notes = fl.Dataset.create(frame, "died").notes
+    assert [note for note in notes if "may mean missing" not in note] == []
 
 
 def test_without_the_subject_noise_is_learned_and_with_it_it_is_not() -> None:

@@ -99,6 +99,18 @@ def test_the_answer_that_a_question_names_works(tmp_path: Path) -> None:
     assert "questions" not in tomllib.loads((tmp_path / "my table.toml").read_text())
 
 
+def test_a_question_proposes_no_option_without_a_value(tmp_path: Path) -> None:
+    """The command line refuses an empty word, so a column without a name cannot be an answer."""
+    path = tmp_path / "t.csv"
+    rows = [f"{20 + k % 50},{k % 17 + 0.5},{(k * 7) % 11 % 2}" for k in range(200)]
+    path.write_text("\n".join(["age,bmi,", *rows]) + "\n")
+    asked = RUNNER.invoke(app, ["init", str(path)]).output
+    assert "--target ''" not in asked
+    assert "write a name for it in the header" in asked
+    path.write_text("\n".join(["age,bmi,ill", *rows]) + "\n")
+    assert RUNNER.invoke(app, ["init", str(path), "--force", "--target", "ill"]).exit_code == 0
+
+
 def test_times_of_zero_are_times(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = [f"{20 + k % 50},{k % 90},{(k // 7) % 2}" for k in range(200)]

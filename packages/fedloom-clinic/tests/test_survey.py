@@ -161,6 +161,12 @@ VISITS = {
     "remarks": ("Bemerkung", [f"siehe Brief {k}" for k in range(40)]),
     "names of a mother": ("mother's name", [f"{FIRST[k % 10]} {LAST[k // 10]}" for k in range(40)]),
     "a last name with a number": ("LastName_1", [f"{LAST[k % 10]}{'abcd'[k // 10]}" for k in range(40)]),
+    "a few given names": ("Name", ["Anke", "Torsten", "Zeynep", "Małgorzata", "Thabo"] * 8),
+    "capitalized words": ("patient", [f"{'KLMN'[k % 4]}{'aeio'[k // 4 % 4]}rvenko" for k in range(40)]),
+    "letters with marks": ("patient", [f"{'रसमद'[k % 4]}िता {'कखगघचजझटठड'[k // 4]}ुमार" for k in range(40)]),
+    "a title after the name": ("attending", ["Grażyna Nowak, MD", "Halina Lis, MD", "Cy Xu, RN", "Al Zed, MD"] * 10),
+    "postal codes": ("PLZ", [10115 + 997 * k for k in range(40)]),
+    "a contact": ("kontakt", [f"0{301234567 + 13 * k}" for k in range(40)]),
     "Chinese": ("患者姓名", [f"{'王李张刘陈'[k % 5]}{'伟芳娜敏静华明军'[k // 5]}" for k in range(40)]),
 }  # fmt: skip
 

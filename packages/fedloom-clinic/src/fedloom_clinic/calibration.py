@@ -1,11 +1,11 @@
-"""Calibration of a run's models over all clients' test rows, by sums: how often predicted outcomes occur.
+"""Calibration of a run's models over the test rows of all clients, computed from sums: how often predictions come true.
 
-References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (error by bins). The score of G. W. Brier, Monthly
-Weather Review 1950.
+References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (calibration error by bins). G. W. Brier, Monthly
+Weather Review 1950 (Brier score).
 
-A score is the probability of the second class in a binary task, otherwise the probability of the most probable class.
-Rows, scores and outcomes are summed in agreed bins. Bins in which too few clients have enough subjects with the outcome
-and enough without it are merged, as in `conformal`.
+The score of a row is the probability of the second class in a binary task. In other tasks, it is the probability of the
+most probable class. In each agreed bin, rows are counted, and their scores and outcomes are summed. A bin is merged
+with its neighbors if too few clients have enough subjects with and without the outcome in it, as in `conformal`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedloom_clinic.conformal import check_reached, ends_of_bins, flag_ranges, p
 
 
 class ScoredBins(NamedTuple):
-    """Ends of the bins, once they are known, and the totals: rows, scores and outcomes by bin, and squared errors."""
+    """Ends of the bins, once known, and the totals: rows, scores and outcomes in each bin, and squared errors."""
 
     terms: AnalysisTerms
     reached: Tensor | None

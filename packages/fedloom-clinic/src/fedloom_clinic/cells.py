@@ -1,4 +1,7 @@
-"""Cells of tables: groups and levels of codes. Cells that too few clients reach are merged before any sum."""
+"""Cells of frequency tables, which are groups and the levels of coded columns.
+
+Cells in which too few clients have rows are merged before anything is summed.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,18 @@ from fedloom.hints import unknown
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
-"""Names of the cell of rows without a code: of a kept column, and of a feature."""
+"""Names of the cell for rows without a code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Word that makes each client a separate group."""
+"""Word with which a user makes each client a group of its own."""
 
 
 class MergedCells(NamedTuple):
-    """Cells that remain after merging.
+    """Cells of a table after merging.
 
     Attributes:
         names: names of the cells.
-        of: new cell of each cell before the merge ``[L]``. For a merged cell, it is the cell "other".
+        of: index of the merged cell that each original cell belongs to, ``[L]``. An original cell that was merged
+            belongs to the cell "other".
     """
 
     names: tuple[str, ...]
@@ -32,31 +36,33 @@ class MergedCells(NamedTuple):
 
     @property
     def members(self) -> Tensor:
-        """Matrix ``[cells, L]`` with 1 if a cell before the merge is part of a new cell."""
+        """Matrix ``[cells, L]`` that is 1 where an original cell is part of a merged cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
     def reached(self, flags: Tensor) -> Tensor:
-        """Return flags of the cells that contain rows. Missing cells that no client counts contain no row.
+        """Return which cells contain rows, as bool ``[cells]``.
+
+        A cell for missing values that no client counts contains no rows.
 
         Args:
-            flags: ``[n, L]`` of the cells before the merge, see `merged_cells`.
+            flags: flags of the original cells ``[n, L]``, see `merged_cells`.
         """
         empty = self.names[-1] in BLANK_LEVELS and not bool(flags[:, self.of == len(self.names) - 1].any())
         return torch.arange(len(self.names)) < len(self.names) - empty
 
 
 def every_cell(names: Sequence[str]) -> MergedCells:
-    """Return all cells unchanged."""
+    """Return all cells without merging any."""
     return MergedCells(tuple(names), torch.arange(len(names)))
 
 
 def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...]:
     """Return the names of the groups of rows.
 
-    The last group of a feature column contains the rows whose cell is missing.
+    If the groups are the levels of a feature, the last group contains the rows in which the feature is missing.
 
     Raises:
-        ConfigError: the table does not contain a column with this name that has levels.
+        ConfigError: the table has no column of this name, or the column has no levels.
     """
     if group is None:
         return ("all",)
@@ -72,10 +78,10 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
 
 
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
-    """Return the index of each row's group ``[N]``.
+    """Return the index of the group that each row belongs to, ``[N]``.
 
-    Rows without a group are no group of their own if fewer subjects have such rows than the rules allow to be counted.
-    They belong to the client's most frequent group then.
+    If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Instead, they are
+    added to the client's most frequent group.
     """
     schema = terms.schema
     if group is None or group == CLIENT_GROUP:
@@ -94,16 +100,16 @@ def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> 
 
 
 def level_codes(values: Tensor, levels: int) -> Tensor:
-    """Return codes ``[N]`` of a column. A missing code comes after all levels."""
+    """Return the codes of a column, ``[N]``. A missing code is given the number after the last level."""
     return torch.where(values.isnan(), float(levels), values).long()
 
 
 def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
-    """Return the number of subjects ``[cells]`` with a row in each cell.
+    """Return the number of subjects ``[cells]`` that have a row in each cell.
 
     Args:
-        codes: cell of every row ``[N]``.
-        subjects: subject of every row ``[N]``.
+        codes: cell that each row belongs to ``[N]``.
+        subjects: subject that each row belongs to ``[N]``.
         cells: number of cells.
     """
     pairs = torch.stack([codes, subjects], 1).unique(dim=0)
@@ -111,22 +117,23 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
 
 
 def merges(rules: Rules) -> bool:
-    """Return True if the rules protect cells."""
+    """Return True if the rules forbid small cells."""
     return rules.min_clients > 1 or rules.min_subjects > 1
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells, with cells that too few clients reach merged into "other".
+    """Return the cells after merging those in which too few clients have rows into "other".
 
-    One cell that enough clients reach is also merged into "other", so that no sum reveals the merged cells. Missing
-    cells, which come last, stay apart if no client has enough of them: a client does not count them then, see
-    `group_codes`.
+    One cell in which enough clients have rows is merged as well, so that no sum reveals the content of the merged
+    cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it, because
+    clients do not count it in this case, see `group_codes`.
 
     Args:
         names: names of the cells.
-        flags: 1 if a client has at least the smallest allowed number of rows in a cell ``[n, L]``.
+        flags: 1 where a client has at least the minimum number of rows in a cell, ``[n, L]``.
         rules: agreed rules.
-        gaps: True if a client counts missing cells. None: the flags of the last cell say so.
+        gaps: True if some client counts the cell for missing values. If None, this follows from the flags of the last
+            cell.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)
@@ -147,18 +154,18 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool |
 
 
 def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
-    """Return the merged bin of each bin ``[B]``.
+    """Return the index of the merged bin that each bin belongs to, ``[B]``.
 
-    A bin is merged with the next bins until each contains rows of enough clients.
+    A bin is merged with the bins after it until the merged bin contains rows of enough clients.
 
-    Bins after the last such bin are merged into it.
+    The bins after the last merged bin are added to this bin.
 
     Args:
-        filled: 1 if a client has at least the smallest allowed number of rows in a bin, for each group ``[n, G, B]``.
+        filled: 1 where a client has at least the minimum number of rows in a bin, for each group, ``[n, G, B]``.
         rules: agreed rules.
 
     Raises:
-        ConfigError: no bin contains rows of enough clients in every group.
+        ConfigError: there is no bin in which enough clients have rows in every group.
     """
     bins = filled.shape[2]
     if not merges(rules):
@@ -179,6 +186,6 @@ def merged_bins(filled: Tensor, rules: Rules) -> Tensor:
 
 
 def summed(values: Tensor, of: Tensor) -> Tensor:
-    """Return sums ``[..., cells]`` of values ``[..., L]`` by the cell of each value."""
+    """Return the sums ``[..., cells]`` of the values ``[..., L]`` that belong to each cell."""
     cells = int(of.max()) + 1 if len(of) else 0
     return values.new_zeros(*values.shape[:-1], cells).index_add(-1, of, values)

@@ -1,4 +1,4 @@
-"""Columns of a regression: numbers, and all levels of a code except the first."""
+"""Columns of a regression: numeric columns, and an indicator for each level of a coded column except the first."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fedloom_clinic.cells import merges
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 MAX_ROW_SHARE = 0.5
-"""Largest share of a single row in the weights of a client's rows, if rules protect rows."""
+"""Maximum share that a single row may have in the total weight of a client's rows, if the rules protect rows."""
 NARROWEST_RANGE = 1e-9
-"""Smallest width of a range, so that a constant column can be divided by it."""
+"""Minimum width of a range, which allows a constant column to be divided by the width."""
 
 
 class DesignColumns(NamedTuple):
-    """Complete rows of one client within the agreed ranges.
+    """Rows of one client that are complete and within the agreed ranges.
 
     Attributes:
-        x: columns of the regression ``[N, p]``.
-        y: targets ``[N, k]``.
-        left_out: number of rows omitted because of a missing cell or a number outside the agreed range.
-        rows: positions of these rows among the client's rows ``[N]``.
+        x: columns of the regression, ``[N, p]``.
+        y: targets, ``[N, k]``.
+        left_out: number of rows left out because of a missing cell or a number outside the agreed range.
+        rows: positions of these rows among all rows of the client, ``[N]``.
     """
 
     x: Floats
@@ -40,10 +40,10 @@ class DesignColumns(NamedTuple):
 
 
 def require_columns(schema: Schema, what: str) -> None:
-    """Raise if the data are not rows of a table with at least one column in addition to the target.
+    """Raise if the data are not rows of a table that has at least one column besides the target.
 
     Raises:
-        ConfigError: the data are not rows of a table, or no column remains.
+        ConfigError: the data are not rows of a table, or the table has no column besides the target.
     """
     if not names_of(schema):
         raise ConfigError(
@@ -54,7 +54,7 @@ def require_columns(schema: Schema, what: str) -> None:
 
 
 def missing_target_range(name: str) -> ConfigError:
-    """Return the error for an analysis whose sites have not agreed on the range of the target."""
+    """Return the error for an analysis whose sites have not agreed on a range for the target."""
     return ConfigError(
         f"the analysis {name} needs an agreed range of the target, but the agreement has no such range",
         rule="analysis-target-range",
@@ -68,10 +68,10 @@ def names_of(schema: Schema) -> list[str]:
 
 
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
-    """Return flags ``[p]`` of the columns in which enough subjects differ from the most frequent value.
+    """Return flags ``[p]`` of the columns in which enough subjects have a value other than the most frequent one.
 
-    In a column with two values, enough subjects must have each value. A level of a code that few subjects have
-    therefore does not become a separate column. An analysis publishes these flags last.
+    In a column with two values, each value must occur in enough subjects. Therefore, a level that few subjects have
+    does not get a column of its own. These flags come last among the numbers that a client publishes for an analysis.
     """
     design = design_of(client, terms, flagged=False)
     return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))
@@ -90,13 +90,14 @@ def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Float
 
 
 def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
-    """Return flags ``[p]`` of the columns that enough clients reach.
+    """Return flags ``[p]`` of the columns that enough clients have flagged.
 
-    The other columns are omitted, so an omitted level is merged into the first level.
+    All other columns are left out, which merges a level that is left out into the first level.
 
     Args:
-        terms: terms with the flags of each client, among which the column flags come last.
-        flagged: True if clients publish such flags.
+        terms: terms of the analysis, which contain what each client published. The flags of the columns come last among
+            these numbers.
+        flagged: True if clients publish flags.
     """
     p = len(names_of(terms.schema))
     if not (flagged and merges(terms.rules) and terms.published and p):
@@ -114,19 +115,19 @@ def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
 
 
 def columns_of(terms: AnalysisTerms, *, flagged: bool = True) -> list[str]:
-    """Return the names of the columns that are kept."""
+    """Return the names of the columns that are used."""
     kept = select_columns(terms, flagged=flagged)
     return [name for name, one in zip(names_of(terms.schema), kept, strict=True) if one]
 
 
 def list_omitted_columns(terms: AnalysisTerms) -> str:
-    """Return the names of the columns that too few clients reach, separated by commas."""
+    """Return the names of the columns that too few clients have flagged, separated by commas."""
     kept = select_columns(terms)
     return ", ".join(name for name, one in zip(names_of(terms.schema), kept, strict=True) if not one)
 
 
 def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest agreed value ``[p]`` of each kept column."""
+    """Return the smallest and the largest agreed value of each column that is used, ``[p]``."""
     kept = select_columns(terms, flagged=flagged)
     low, high = _every_range(terms.schema)
     return low[kept], high[kept]
@@ -143,7 +144,7 @@ def _every_range(schema: Schema) -> tuple[Floats, Floats]:
 
 
 def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
-    """Return the rows of a client that a regression uses, with the kept columns."""
+    """Return the rows of a client that a regression uses, with the columns that are used."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = _every_range(terms.schema)
@@ -157,9 +158,9 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 
 
 def outweighs(*weights: Floats) -> bool:
-    """Return True if one of several rows has more than half of the total weight ``[N]``.
+    """Return True if one of several rows has more than half of their total weight ``[N]``.
 
-    Sums would then mostly reveal this row. A number that is not finite counts as such a row.
+    In this case, sums would mostly reveal this row. The result is also True if the total weight is not finite.
     """
     for some in weights:
         total = float(some.sum())
@@ -178,7 +179,7 @@ def triangle(matrices: Floats) -> Floats:
 
 
 def square(halves: Floats, size: int) -> Floats:
-    """Return the symmetric matrices ``[..., p, p]`` with the given upper triangles."""
+    """Return the symmetric matrices ``[..., p, p]`` that have the given upper triangles."""
     rows, columns = np.triu_indices(size)
     matrices = np.zeros((*halves.shape[:-1], size, size))
     matrices[..., rows, columns] = matrices[..., columns, rows] = halves
@@ -186,5 +187,5 @@ def square(halves: Floats, size: int) -> Floats:
 
 
 def tensor(*parts: ArrayLike) -> Tensor:
-    """Return the numbers of several arrays in one float64 vector ``[k]``."""
+    """Concatenate the numbers of several arrays to one float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

@@ -1,21 +1,22 @@
-"""Split conformal prediction: a threshold on scores, shared or per client, from histograms of scores.
+"""Split conformal prediction: a threshold on scores, shared or for each client, computed from histograms of the scores.
 
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-Bins that too few clients reach are merged. A first question counts the clients that reach the whole range, its halves,
-and so on. Neighboring ranges are merged until they cover a range that enough clients reach, beginning with the largest
-scores, and all parties derive the same bins from this sum.
+Bins in which too few clients have rows are merged. The first question counts the clients that have rows in the range of
+all bins, in each half of it, in each half of these halves, and so on. Beginning with the largest scores, neighboring
+ranges are merged until they contain a range in which enough clients have rows. All parties derive the same bins from
+this count.
 
-A set contains every class whose probability is at least 1 - threshold, see `fedloom predict --set-threshold`. In a
-regression, scores are absolute residuals, and the set is the interval of the prediction plus and minus the threshold
-(J. Lei et al., JASA 2018). With n calibration rows, the threshold is the end of the bin that contains the score of rank
-ceil((n + 1) (1 - alpha)). If a new row follows the distribution of the calibration rows, its set contains its class
-with a probability from 1 - alpha to 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared threshold gives this for the
-pooled rows of all clients, not at each client.
+A prediction set contains every class whose probability is at least 1 - threshold, see `fedloom predict
+--set-threshold`. In a regression, scores are absolute residuals, and the interval is the prediction plus and minus the
+threshold (J. Lei et al., JASA 2018). With n calibration rows, the threshold is the end of the bin that contains the
+score of rank ceil((n + 1) (1 - alpha)). If a new row has the same distribution as the calibration rows, its set
+contains its class with a probability between 1 - alpha and 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared
+threshold guarantees this for the pooled rows of all clients, but not at each client.
 
-Calibration rows are drawn from the test part, which was not used to choose the round, the model or settings. The other
-test rows measure the coverage.
+Calibration rows are drawn from the test part, which was not used to choose the round, the model or any setting. The
+coverage is measured on the other test rows.
 """
 
 from __future__ import annotations
@@ -42,20 +43,21 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
-"""Threshold above all scores: too few calibration rows allow no smaller threshold, so sets contain every class. In a
-regression the threshold is infinite then, and also if it would be beyond the last bin."""
+"""Threshold that exceeds all scores. This threshold is used if there are too few calibration rows for a smaller
+threshold, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also
+infinite if it would be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
-    """Known results.
+    """Results of a conformal analysis that are known so far.
 
     Attributes:
         terms: public facts about the analysis.
-        owners: number S of thresholds.
-        reached: number of clients that reach each range of bins ``[S, B]``.
-        thresholds: ``[S]`` thresholds.
-        rows: number of calibration rows ``[S]``.
-        covered: totals of the last question.
+        owners: number S of thresholds, which is 1 if all clients share a threshold.
+        reached: number of clients that have rows in each range of bins, ``[S, B]``.
+        thresholds: thresholds on scores, ``[S]``.
+        rows: number of calibration rows for each threshold, ``[S]``.
+        covered: totals from the last question.
     """
 
     terms: AnalysisTerms
@@ -67,7 +69,7 @@ class Calibrated(NamedTuple):
 
 
 class Conformal(Analysis):
-    """Thresholds for sets or intervals that contain the truth with a chosen probability, and their coverage."""
+    """Thresholds for prediction sets or intervals with a chosen probability of the truth, and their coverage."""
 
     kind: ClassVar[str] = "conformal"
     tasks: ClassVar = ("binary", "classification", "regression")
@@ -221,7 +223,7 @@ class Conformal(Analysis):
         return ranges_of_bins(self.bins)
 
     def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
-        """Return the ends of the merged bins of each owner, from 0 to the number of bins.
+        """Return the ends of the merged bins for each threshold, which lie between 0 and the number of bins.
 
         Raises:
             Refused: too few clients have calibration rows.
@@ -232,10 +234,10 @@ class Conformal(Analysis):
         return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
 
     def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
-        """Return the end of the bin that contains the score of the wanted rank.
+        """Return the end of the bin that contains the score of the required rank.
 
-        With too few rows it is above all scores. Scores beyond the range of residuals are in the last bin, which has no
-        end.
+        If there are too few rows, return a threshold above all scores. Scores that exceed the range of residuals are in
+        the last bin, which has no end.
         """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         at = len(counts) if rank > counts.sum() else int(torch.searchsorted(counts.cumsum(0), float(rank)))
@@ -244,16 +246,16 @@ class Conformal(Analysis):
         return EVERY_CLASS if at == len(counts) else ends[at + 1] / self.bins
 
     def _unit(self, schema: Schema) -> float:
-        """Return the score at the end of the last bin: 1, or the largest residual in the bins."""
+        """Return the score at the end of the last bin, which is 1 or the largest residual in the bins."""
         if schema.task != "regression":
             return 1.0
         low, high = schema.target_ranges[0] or (0.0, 1.0)
         return self.max_error or max(high - low, 1e-300)
 
     def _scores(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor]:
-        """Return scores ``[N]`` of the truth, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
+        """Return the scores of the truth ``[N]``, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
 
-        They are multiples of the end of the last bin.
+        Scores are given as multiples of the end of the last bin.
         """
         if terms.schema.task == "regression":
             values = compute_outputs(client, self.model_kind, client.inputs) if len(client) else client.y
@@ -262,7 +264,7 @@ class Conformal(Analysis):
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
     def _draws(self, client: ClientRows) -> Tensor:
-        """Return numbers in [0, 1) ``[N]`` that depend only on the draw and a row's cells, not on the place."""
+        """Return numbers in [0, 1) ``[N]`` that depend on the seed and the cells of a row, but not on its position."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
@@ -270,7 +272,7 @@ class Conformal(Analysis):
 
 
 def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tensor:
-    """Return a model's probabilities ``[N, classes]`` for the rows of a client.
+    """Return the probabilities ``[N, classes]`` that a model predicts for the rows of a client.
 
     Raises:
         Refused: the run has no model of this kind.
@@ -284,7 +286,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
 
 
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
-    """Return ranges of bins, from all bins to single bins; each range is followed by its halves, if any."""
+    """Return ranges of bins, from all bins to single bins. The halves of a range come after the range."""
     ranges = [(0, bins)]
     for low, high in ranges:  # grows while it is read
         if high - low > 1:
@@ -293,12 +295,12 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
-    """Raise if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
+    """Raise if the numbers ``[B]`` of clients with rows in each of `ranges_of_bins` cannot be sums of `flag_ranges`.
 
-    A client that reaches a range reaches every range that contains it.
+    If a client has enough rows in a range, it also has enough rows in every range that contains this range.
 
     Raises:
-        Refused: a number is not a number of clients, or a range has fewer clients than one of its halves.
+        Refused: a number is not a possible number of clients, or a range has fewer clients than one of its halves.
     """
     possible = (reached >= 0) & (reached <= clients) & (reached == reached.round())
     of = {r: float(count) for r, count in zip(ranges, reached.tolist(), strict=True)}
@@ -310,31 +312,31 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
-    """Return 1 for each range of bins ``[B]`` in which a client has enough subjects, else 0.
+    """Return flags ``[B]`` that are 1 for each range of bins in which a client has enough subjects, else 0.
 
     Args:
-        bin_of: bin of every row ``[N]``.
-        subjects: subject of every row ``[N]``.
+        bin_of: bin that each row belongs to, ``[N]``.
+        subjects: subject that each row belongs to, ``[N]``.
         ranges: ranges of bins.
-        least: smallest number of subjects.
+        least: minimum number of subjects.
     """
     counts = [len(subjects[(bin_of >= low) & (bin_of < high)].unique()) for low, high in ranges]
     return torch.tensor([float(count >= least) for count in counts], dtype=torch.float64)
 
 
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
-    """Return the ends of merged bins, from 0 to the number of bins.
+    """Return the ends of the merged bins, which lie between 0 and the number of bins.
 
-    Each merged bin contains a range that enough clients reach.
+    Each merged bin contains a range of bins in which enough clients have rows.
 
     Args:
-        reached: number of clients that reach each range ``[B]``.
+        reached: number of clients that have rows in each range, ``[B]``.
         ranges: ranges of bins (see `ranges_of_bins`).
         rules: agreed rules.
         what: description of the rows, used in messages.
 
     Raises:
-        Refused: too few clients reach the range of all bins.
+        Refused: too few clients have rows in the range of all bins.
     """
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:

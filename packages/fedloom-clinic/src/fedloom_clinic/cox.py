@@ -1,4 +1,6 @@
-"""Cox regression over the rows of all clients by sums: with exact times, agreed time bins, or a baseline per client.
+"""Cox regression over the rows of all clients, computed from sums.
+
+The regression uses exact times, agreed time bins, or a baseline hazard for each client.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 """
@@ -59,17 +61,17 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""Smallest standard deviation at which a column counts as varying, relative to its agreed range. In a constant column,
-rounding leaves a smaller deviation."""
+"""Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column. The
+standard deviation of a constant column is smaller than this, even with rounding errors."""
 MAX_EXPONENT = 700.0
-"""Exponent from which on a bound exceeds the range of float64."""
+"""Maximum exponent for which a bound is within the range of float64."""
 
 
 class Cox(Penalized):
-    """Cox regression over the rows of all clients, by sums.
+    """Cox regression over the rows of all clients, computed from sums.
 
-    With a width, times are counted in agreed bins. With ``stratify``, each client has a separate baseline hazard. With
-    neither option, clients publish their event times, which a plain agreement allows but masks do not.
+    With a width, times are assigned to agreed bins. With ``stratify``, each client has a baseline hazard of its own.
+    With neither option, clients publish their event times, which is allowed without masking but not with it.
     """
 
     kind: ClassVar[str] = "cox"
@@ -308,7 +310,7 @@ class Cox(Penalized):
         return merged_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
-        """Return the fit of all rows at their exact times."""
+        """Return the fit of all rows with their exact times."""
         low, high = ranges_of(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
@@ -365,7 +367,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Return the sums that an answer to "risk" or "tilted-risk" contains."""
+    """Return the sums that are contained in the total of answers to "risk" or "tilted-risk"."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])
@@ -379,13 +381,16 @@ def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
 
 
 def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
-    """Return the bounds of numbers of either sign."""
+    """Return the bounds of numbers that may be positive or negative."""
     ends = torch.full((numbers,), float(most), dtype=torch.float64)
     return Bounds.between(-ends, ends, step)
 
 
 def cox_table(fit: SecureCoxFit, names: Sequence[str], terms: CoxAgreement) -> pa.Table:
-    """Return a row for each column of the regression, with the number of rows in the fit and the lost events."""
+    """Return a table with a row for each column of the regression.
+
+    The table includes the numbers of rows and of lost events.
+    """
     low, high = fit.fit.interval()
     figures = {
         "coefficient": fit.fit.beta, "standard_error": fit.fit.se, "low": low, "high": high, "p": fit.fit.p_values,

@@ -1,4 +1,6 @@
-"""Linear, logistic and Poisson regression over the rows of all clients by sums, with intervals.
+"""Linear, logistic and Poisson regression over the rows of all clients, computed from sums.
+
+The results include confidence intervals.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2. Y. Wu et al., "GLORE", JAMIA
 2012.
@@ -62,17 +64,17 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""Smallest standard deviation at which a column counts as varying, relative to its agreed range."""
+"""Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column."""
 ANSWER_STEP = 2.0**-36
-"""Step of the numbers in an answer under masks."""
+"""Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
-"""Largest linear predictor at which a bound is computed. For a larger predictor, exp exceeds the range of float64."""
+"""Maximum linear predictor for which a bound is computed. For larger predictors, exp exceeds the range of float64."""
 
 
 class Glm(Penalized):
-    """Regression over the rows of all clients, by sums.
+    """Regression over the rows of all clients, computed from sums.
 
-    The regression is logistic for a binary task, Poisson for counts, and otherwise linear.
+    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
     """
 
     kind: ClassVar[str] = "glm"
@@ -245,9 +247,9 @@ class Glm(Penalized):
 
     @staticmethod
     def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
-        """Return True if a single row has most of the information, of the residuals, or of the lengths by a metric.
+        """Return True if a single row has most of the information, of the residuals, or of the lengths in a metric.
 
-        In a linear regression, no coefficients can single out a row.
+        In a linear regression, coefficients cannot single out a row.
         """
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = site.x @ beta
@@ -360,10 +362,10 @@ class Glm(Penalized):
 
     @staticmethod
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
-        """Return the largest distance of the coefficients from those of exact sums, given an error of each sum.
+        """Return the largest distance of the coefficients from those of exact sums, for a given error in each sum.
 
-        The third derivative of the likelihood is at most R times the second, where R is the length of a row (0 in a
-        linear regression): F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
+        The third derivative of the likelihood is at most R times the second, where R is the length of a row, or 0 in a
+        linear regression: F. Bach, Electron. J. Stat. 2010, Proposition 1, as for secure sums of Cox's likelihood.
         """
         size = len(here.gradient)
         least = float(np.linalg.eigvalsh(here.information)[0]) - size * error - float(np.abs(penalty).max())
@@ -383,5 +385,5 @@ class Glm(Penalized):
 
 
 def _symmetric(most: Tensor) -> Bounds:
-    """Return the bounds of numbers of either sign."""
+    """Return the bounds of numbers that may be positive or negative."""
     return Bounds.between(-most.double(), most.double(), ANSWER_STEP)

@@ -1,11 +1,11 @@
-"""Kaplan-Meier curves, the log-rank test and restricted means by group, from counts in agreed time bins.
+"""Kaplan-Meier curves, the log-rank test and restricted means of groups, from counts in agreed time bins.
 
 References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
 (log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
-A time is treated as the end of its bin, so the curve and the test apply to the binned times. For the exact times, with
-n rows at risk, d events and c censored rows in a bin, the factor of the bin is between 1 - d / (n - c) and 1 - d / n,
-whatever the order. The error of each curve and each mean is therefore bounded.
+A time is treated as if it were the end of its bin, so the curve and the test are those of the binned times. For the
+exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c) and 1 - d / n,
+no matter in which order they occur. These limits bound the error of each curve and each mean.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 class Counted(NamedTuple):
-    """Cells of the question, and its total ``[G, 2, J]`` of events and of other ends, once the total is known."""
+    """Cells that the question counts, and its total ``[G, 2, J]`` of events and censored rows, once known."""
 
     groups: MergedCells
     ends: Tensor
@@ -50,7 +50,7 @@ class Counted(NamedTuple):
 
 
 class SurvivalCurve(NamedTuple):
-    """Kaplan-Meier curve ``[J]`` of one group, its smallest value for exact times, and its log variance."""
+    """Kaplan-Meier curve ``[J]`` of a group, with its smallest possible value for exact times, and its log variance."""
 
     at_risk: Floats
     events: Floats
@@ -61,7 +61,7 @@ class SurvivalCurve(NamedTuple):
 
 
 class KaplanMeier(Analysis):
-    """Survival curves by group, the log-rank test and restricted means, on agreed time bins."""
+    """Survival curves of groups, the log-rank test and restricted means, in agreed time bins."""
 
     kind: ClassVar[str] = "kaplan-meier"
     tasks: ClassVar = ("survival",)
@@ -165,14 +165,14 @@ class KaplanMeier(Analysis):
         return torch.from_numpy(bin_ends(self.width, last))
 
     def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        """Return events and other ends of rows ``[G, 2, J]`` in the agreed bins and groups."""
+        """Return the numbers of events and of censored rows in the agreed bins and groups, ``[G, 2, J]``."""
         bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, len(terms.sizes)))
         code, place, event = self._places(client, terms)
         at = (code * 2 + (~event).long()) * bins + place
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
 
     def _places(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for each row, the group ``[N]``, the bin ``[N]``, and True if the time ends with an event ``[N]``."""
+        """Return the group, the bin, and whether the time ends with an event, for each row, all ``[N]``."""
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))
@@ -180,7 +180,7 @@ class KaplanMeier(Analysis):
 
 
 def curve_of(counts: Floats) -> SurvivalCurve:
-    """Return the curve for counts ``[2, J]`` of events and of censored rows."""
+    """Return the curve for given numbers of events and of censored rows, ``[2, J]``."""
     events, censored = counts
     at_risk = (events + censored)[::-1].cumsum()[::-1]
     factors, lowest = (
@@ -192,7 +192,7 @@ def curve_of(counts: Floats) -> SurvivalCurve:
 
 
 def compute_interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
-    """Return the ends ``[J]`` of intervals on the scale of log(-log S), computed as in lifelines."""
+    """Return the ends ``[J]`` of confidence intervals on the scale of log(-log S), computed as in lifelines."""
     with np.errstate(divide="ignore", invalid="ignore"):
         log = np.log(curve.survival)
         reach = norm.ppf(0.5 + level / 2) * np.sqrt(curve.variance) / log
@@ -202,7 +202,10 @@ def compute_interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats
 
 
 def log_rank(counts: Floats) -> tuple[float | None, float | None]:
-    """Return the log-rank statistic for groups ``[G, 2, J]``, and its p value. None with fewer than two groups."""
+    """Return the log-rank statistic of groups ``[G, 2, J]``, and its p value.
+
+    Both are None if there are fewer than two groups.
+    """
     if len(counts) < 2:
         return None, None
     events = counts[:, 0]

@@ -1,4 +1,4 @@
-"""A new client: each method is trained without each client in turn, and its model is scored at the omitted client."""
+"""Results for a new client: each method is trained without each client in turn and scored at the client left out."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES_FIGURE = "samples"
-"""Name under which the number of samples of the omitted client is recorded."""
+"""Name under which the number of samples of the client left out is recorded."""
 FEWEST_CLIENTS = 3
-"""Clients that can be omitted."""
+"""Minimum number of clients in a federation for this analysis."""
 
 
 class LeftOut(Analysis):
-    """Each method trained without each client in turn, with its global model scored at the omitted client."""
+    """Analysis that trains each method without each client in turn and scores the global model at this client."""
 
     kind: ClassVar[str] = "left-out"
 
@@ -49,7 +49,10 @@ class LeftOut(Analysis):
 
 
 def remove_client(fed: Federation, client: int) -> Federation:
-    """Return the federation without one client. The client's samples stay in the data set but belong to no client."""
+    """Return the federation without one client.
+
+    The samples of this client stay in the data set but do not belong to any client.
+    """
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
     for part in DATA_PARTS:
@@ -67,13 +70,13 @@ def remove_client(fed: Federation, client: int) -> Federation:
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """Return the scores of the global model of a run without a client, on all samples of this client.
 
-    Table columns are scaled by the medians of the other clients, as when a new client uses the model. They are also
-    scaled on the client's own rows, as is possible for a client that has rows.
+    The columns of a table are scaled by the medians of the other clients, as they are if a new client uses the model.
+    As an alternative, they are scaled by the client's own rows, which is possible for a client that has rows.
 
     Args:
         result: result of the run without the client.
-        fed: federation with the client.
-        client: omitted client.
+        fed: federation that includes the client.
+        client: client left out.
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()

@@ -1,8 +1,9 @@
-"""Penalties of regressions by sums: their options, and the folds of a cross-validation at every client.
+"""Penalties of regressions that are computed from sums: options, and folds of a cross-validation at each client.
 
-Firth's penalty needs tr(V dI / d beta_r), where V is the inverse information. If V is public, this is a sum over rows,
-or can be computed from sums over rows at risk. Clients therefore answer every step twice: first for the information,
-and then with V. Cross-validation asks for all fits for all strengths at once.
+Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is a
+sum over rows, or it can be computed from sums over the rows at risk. Clients therefore answer two questions in every
+step: the first asks for the information, and the second contains V. In a cross-validation, the fits for all strengths
+are requested together.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from fedloom_clinic.columns import (
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, FoldSums, Likelihood
 
 FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
-"""Number of fits of a cross-validation for which one question asks."""
+"""Number of fits of a cross-validation that one question covers."""
 
 
 class Penalized(ScriptedAnalysis):
-    """Regression by sums with a penalty."""
+    """Regression that is computed from sums over clients, with a penalty."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
         "none", description="ridge or firth. Both give finite coefficients even if columns separate the rows"
@@ -72,15 +73,15 @@ class Penalized(ScriptedAnalysis):
 
     @property
     def last_question(self) -> str:
-        """Name of the question that is repeated."""
+        """Name of the question that is asked in every step."""
         return "paths" if self.strength == "cv" else "tilted" if self.penalty == "firth" else "step"
 
 
 def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if a field of a question does not have the right shape.
+    """Raise if a field of a question does not have the expected shape.
 
     Raises:
-        Refused: the field has the wrong shape.
+        Refused: a field has a different shape.
     """
     for name in shapes.keys() & question.values.keys():
         got, wanted = (" x ".join(map(str, shape)) for shape in (question.values[name].shape, shapes[name]))
@@ -89,14 +90,14 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
-    """Return the fold ``[N]`` of each row: each subject is in one fold, and the folds have about equally many events.
+    """Return the fold of each row, ``[N]``. A subject is in a single fold, and folds have about equally many events.
 
-    Subjects are assigned in the order of digests of their rows, so folds depend on nothing else.
+    Subjects are assigned to folds in the order of digests of their rows, so folds do not depend on anything else.
 
     Args:
-        design: rows that a regression uses.
-        client: client of these rows.
-        event: True for rows with the outcome ``[N]``.
+        design: rows that the regression uses.
+        client: client that the rows belong to.
+        event: True for rows with the outcome, ``[N]``.
     """
     cells = np.hstack([design.x, design.y])
     order = np.array([hashlib.blake2b(row.tobytes(), key=b"folds", digest_size=8).hexdigest() for row in cells])
@@ -110,13 +111,13 @@ def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[
 
 
 def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Floats], Mask], least: int) -> Tensor:
-    """Return flags ``[1 + p]`` of a cross-validation: every fold has enough subjects, overall and by column.
+    """Return flags ``[1 + p]`` for a cross-validation: whether every fold has enough subjects, in total and per column.
 
     Args:
-        client: client whose rows are divided.
+        client: client whose rows are divided into folds.
         terms: terms of the analysis.
-        event_of: function that returns the rows with the outcome from targets ``[N, k]``.
-        least: smallest number of subjects with the outcome, and without the outcome, in a fold.
+        event_of: function that maps targets ``[N, k]`` to True for the rows with the outcome.
+        least: minimum number of subjects with the outcome, and without the outcome, in a fold.
     """
     design = design_of(client, terms, flagged=False)
     event, subjects = event_of(design.y), client.subjects[design.rows].numpy()
@@ -130,12 +131,12 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 
 
 def divided_clients(terms: AnalysisTerms) -> list[bool]:
-    """Return True for each client whose rows are divided into folds. The rows of other clients are never held out.
+    """Return for each client whether its rows are divided into folds. The rows of all other clients are never held out.
 
-    In this case, every cell of each fold of the client reaches the minimum.
+    The rows of a client are divided if each of its folds reaches the minimum counts in every cell.
 
     Raises:
-        Refused: too few clients can be divided.
+        Refused: the rows of too few clients can be divided.
     """
     if not merges(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
@@ -154,12 +155,12 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
 
 
 def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDArray[np.int64]) -> list[Floats]:
-    """Return a client's contribution to `FoldSums`, in the order of `read_fold_sums`.
+    """Return what a client contributes to `FoldSums`, in the order that `read_fold_sums` expects.
 
     Args:
-        at: function that returns the likelihood of some rows ``[N]`` at coefficients.
-        betas: coefficients of all fits ``[K, q]``.
-        fold: fold of each row, or -1 for rows that are never held out ``[N]``.
+        at: function that returns the likelihood of some rows ``[N]`` at given coefficients.
+        betas: coefficients of all fits, ``[K, q]``.
+        fold: fold of each row, or -1 for rows that are never held out, ``[N]``.
     """
     sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
     parts = [np.array([float(rows.sum()) for rows in sets])]
@@ -171,7 +172,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
 
 
 def read_fold_sums(numbers: Floats, size: int) -> FoldSums:
-    """Return the sums of all fits, each with ``size`` coefficients."""
+    """Return the sums of all fits, given as a vector. Each fit has ``size`` coefficients."""
     rows, rest = np.split(numbers, [CV_FOLDS + 1])
     fits = rest.reshape(FIT_COUNT, -1)
     return FoldSums(rows, fits[:, 0], fits[:, 1], fits[:, 2 : 2 + size], square(fits[:, 2 + size :], size))

@@ -1,4 +1,4 @@
-"""Reference models from scikit-learn, fitted at each site on its own rows: a regression and a forest."""
+"""Reference models from scikit-learn, a regression and a forest, which are fitted at each site to its own rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedloom.errors import Refused
 
 FOREST_TREES = 200
 MIN_PROBABILITY = 1e-12
-"""Probability used in place of 0."""
+"""Probability that replaces 0 before the logarithm is taken."""
 
 
 class References(Analysis):
-    """Regression and forest of scikit-learn, fitted at every client of a table, after the last round."""
+    """Analysis that fits scikit-learn's regression and forest to the rows of every client, after the last round."""
 
     kind: ClassVar[str] = "references"
     per: ClassVar[str] = "seed"
@@ -36,7 +36,7 @@ class References(Analysis):
 
 
 def check_references(fed: Federation) -> None:
-    """Raise if the reference models do not accept the data.
+    """Raise if the reference models cannot be fitted to the data.
 
     Raises:
         ConfigError: the samples are not rows of a table, or their targets are times or counts.
@@ -51,10 +51,10 @@ def check_references(fed: Federation) -> None:
 
 
 def references(result: Result) -> pa.Table:
-    """Return the metrics of the reference models on each client's test part: client, model, metric, value.
+    """Return the metrics of the reference models on the test part of each client: client, model, metric and value.
 
-    The models are fitted to the features of the client's training part, as networks receive them. A client whose
-    training part contains a single class has no logistic regression and no forest.
+    The models are fitted to the features of the client's training part, in the form in which networks receive them. If
+    the training part of a client contains a single class, there are no logistic regression and no forest for it.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():
@@ -81,7 +81,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return outputs in the form of a network for the task: logits of classes, or values."""
+    """Return the outputs in the form that a network for this task has: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor in three questions.
+"""Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor from three questions.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
-Inputs are the inputs of a model, taken from training rows. Clients first send means, then squares about the means, and
-then the Gram matrix of standardized inputs and targets. Coefficients therefore lose no digits because of the scale of a
-column.
+Inputs are the inputs of a model, taken from training rows. Clients first send means, then sums of squares around the
+means, and finally the Gram matrix of standardized inputs and targets. The coefficients therefore do not lose any digits
+because of the scale of a column.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 
 MIN_RELATIVE_SPREAD = 1e-13
-"""Deviation of an input, relative to its mean, below which the input counts as constant."""
+"""Deviation relative to the mean below which an input is regarded as constant."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
-"""Steps of sums under masks: of means and squares relative to the largest input, and of products of inputs with unit
-deviation. If an input varies by a millionth of the agreed range, its deviation still has six digits."""
+"""Rounding steps under masks: for means and squares relative to the largest input, and for products of inputs with unit
+deviation. If an input varies by only a millionth of the agreed range, its deviation still has six digits."""
 
 
 class RidgeRows(NamedTuple):
-    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, and their indices."""
+    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, with the indices of these rows."""
 
     x: Tensor
     y: Tensor
@@ -43,7 +43,7 @@ class RidgeRows(NamedTuple):
 
 
 class LinearPredictor(nn.Module):
-    """Outputs ``[b, c]`` for inputs ``[b, *shape]``: numbers in the unit of the label, or scores of classes."""
+    """Linear model of outputs ``[b, c]`` for inputs ``[b, *shape]``: numbers in the target's unit, or class scores."""
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
@@ -55,7 +55,10 @@ class LinearPredictor(nn.Module):
 
 
 class RidgeRegression(ScriptedAnalysis):
-    """Ridge regression over the training rows of all clients, by sums. Classes are fitted as one-hot targets."""
+    """Ridge regression over the training rows of all clients, computed from sums.
+
+    For classes, the targets are one-hot vectors.
+    """
 
     kind: ClassVar[str] = "ridge"
     tasks: ClassVar = ("regression", "binary", "classification")
@@ -180,13 +183,14 @@ class RidgeRegression(ScriptedAnalysis):
 
 
 def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor) -> Tensor:
-    """Return the largest effect of rounding on the solution of a system, as a distance ``[c]`` by output.
+    """Return the largest effect of rounding on the solution of a linear system, as a distance for each output, ``[c]``.
 
     Args:
-        system: ``[p, p]`` matrix, including the ridge.
-        beta: ``[p, c]`` solution.
-        error: error of each number in the Gram matrix: its upper triangle, followed by the products with the targets.
-        penalty: error of the ridge ``[p]``.
+        system: matrix of the system, including the ridge, ``[p, p]``.
+        beta: solution of the system, ``[p, c]``.
+        error: error of each number in the Gram matrix, given as its upper triangle followed by the products with the
+            targets.
+        penalty: rounding errors of the ridge's penalties, ``[p]``.
     """
     p, c = beta.shape
     half = p * (p + 1) // 2
@@ -203,14 +207,14 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
 
 
 def _row_sums(largest: Tensor, most: float, step: Tensor) -> Bounds:
-    """Return the bounds of sums over rows of numbers up to ``largest [k]``, with the step of each sum."""
+    """Return the bounds of sums over rows whose numbers are at most ``largest [k]``, with the step of each sum."""
     return Bounds(-most * largest, most * largest, step.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def input_names(schema: Schema) -> list[str]:
-    """Return the names of the numbers in an input.
+    """Return a name for each number in an input.
 
-    A coded column has one number for each level, and a flagged column has one for its gaps.
+    A coded column has one number for each level. A column with a flag has one more number, which marks missing cells.
     """
     names = list[str]()
     for column in schema.columns:
@@ -220,7 +224,7 @@ def input_names(schema: Schema) -> list[str]:
 
 
 def raw_inputs(x: Tensor, schema: Schema) -> Tensor:
-    """Return inputs ``[N, p]`` from raw columns of rows that are not prepared by a federation. Gaps stay NaN."""
+    """Return inputs ``[N, p]`` computed from the raw columns of rows that no federation has prepared. Gaps stay NaN."""
     blocks = list[Tensor]()
     for column, values in zip(schema.columns, x.T, strict=True):
         levels = torch.arange(column.levels or 1).double()

@@ -1,25 +1,22 @@
 """Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). Tests are SciPy's, on the same sums.
+standardized difference of levels). The tests are those of SciPy, computed from the same sums.
 
-Agreed ranges scale numbers to [-1, 1]. Deviations are computed from a second question, about the means of the first
-question.
+Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
+means of a second question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
-from scipy import stats
 from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, Question, Schema, ScriptedAnalysis, Total
@@ -37,80 +34,42 @@ from fedloom_clinic.cells import (
     merged_cells,
     merges,
 )
+from fedloom_clinic.summaries import (
+    TABLE_SCHEMA,
+    GroupMoments,
+    SummaryColumn,
+    describe_code,
+    describe_number,
+    note_clients,
+)
 
 if TYPE_CHECKING:
     from fedloom.engine import Setting
 
-Floats = NDArray[np.float64]
 SUM_STEP = 2.0**-36
-"""Step of sums and squares under masks."""
+"""Rounding step under masks: sums and squares are rounded to multiples of this step."""
 HOMOGENEITY_STEP = 2.0**-3
-"""Step of a statistic of homogeneity over clients if small cells are merged, as a chi-square statistic."""
+"""Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
+statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Smallest number of clients that are compared if small cells are merged.
+"""Minimum number of clients for which statistics over clients are computed if small cells are merged.
 
-With the totals, a statistic over three or four clients leaves few possible counts for each client.
+A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
 """
 MIN_LEVEL_SHARE = 0.05
-"""Share below which the statistic of a level is rounded more coarsely, because it divides by the share."""
-TABLE_QUANTILES = {"q25": 0.25, "median": 0.5, "q75": 0.75}
-UNIT_FACTORS = {
-    18.02: "glucose in mmol/l and mg/dl", 88.4: "creatinine in mg/dl and umol/l", 38.67: "cholesterol in mmol/l and "
-    "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
-    1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
-}  # fmt: skip
-"""Ratios between two units of a quantity. They are the most frequent ones in clinics."""
-UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which a ratio of two clients' medians indicates two units."""
-NOTED_DISTANCE = 1.0
-"""Number of standard deviations of the others' rows from which on a client's mean stands out.
-
-Cohen calls an effect of 0.8 large.
-"""
-
-
+"""Share of a level below which its statistic is rounded more coarsely, because the statistic is divided by the
+share."""
 GAPS_NOTE = (
     "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
     "client's mean or most frequent level, or the end of the range"
 )
 
 
-@dataclass(frozen=True, eq=False)
-class SummaryColumn:
-    """Column and its cells: bins for a numeric column, or levels for a coded column, with missing cells last.
-
-    Args:
-        name: name of the column.
-        place: position in the rows.
-        edges: edges of the bins of a number ``[bins + 1]``. None for a code.
-        cells: cells of a code.
-        levels: levels of a code before cells were merged.
-        of: cell of each agreed bin ``[bins]``.
-    """
-
-    name: str
-    place: int
-    edges: Tensor | None
-    cells: MergedCells
-    levels: int
-    of: Tensor
-
-    @property
-    def shown(self) -> int:
-        """Levels other than missing cells."""
-        return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
-
-    @property
-    def size(self) -> int:
-        """Number of values of the column in the first answer, for a group.
-
-        The values are the cells, and for a number also the missing rows, the rows outside the range, and a sum.
-        """
-        return len(self.cells.names) if self.edges is None else int(self.of.max()) + 4
-
-
 class TableOne(ScriptedAnalysis):
-    """Table 1 of all clients by sums, by a group or by client, with tests of homogeneity over groups and clients."""
+    """Table 1 of all clients' rows, computed from sums, by group or by client.
+
+    The table contains tests of homogeneity over groups and over clients.
+    """
 
     kind: ClassVar[str] = "table-1"
     needs_table: ClassVar[bool] = True
@@ -133,7 +92,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance of a number on [-1, 1] by which a statistic is divided: the variance of an agreed bin."""
+        """Smallest variance on [-1, 1] that a statistic is divided by, which is the variance within an agreed bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -261,7 +220,7 @@ class TableOne(ScriptedAnalysis):
             if column.edges is not None:
                 k = numbers.index(column)
                 low, high = float(column.edges[0]), float(column.edges[-1])
-                figures = _Moments(
+                figures = GroupMoments(
                     whole[:, k].numpy(),
                     np.append(centres[:, k].numpy(), float(means[k])),
                     squares[:, k].numpy(),
@@ -269,12 +228,12 @@ class TableOne(ScriptedAnalysis):
                     (high + low) / 2,
                     len(terms.sizes) * SUM_STEP / 2,
                 )
-                rows += _describe_number(column, groups, counted, figures, float(between[k]), clients[column])
+                rows += describe_number(column, groups, counted, figures, float(between[k]), clients[column])
             else:
                 k = codes.index(column)
-                rows += _describe_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
+                rows += describe_code(column, groups, np.stack(counted), float(chi[k]), clients[column])
         if self.group == CLIENT_GROUP:
-            _note_clients(rows)
+            note_clients(rows)
         if rows and terms.rules.min_subjects > 1:
             rows[0].setdefault("note", GAPS_NOTE.format(terms.rules.min_subjects))
         table = pa.Table.from_pylist(rows, schema=TABLE_SCHEMA)
@@ -296,7 +255,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return groups and columns with the cells that enough clients reach."""
+        """Return the groups and the columns with those cells in which enough clients have rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
@@ -317,10 +276,11 @@ class TableOne(ScriptedAnalysis):
     def _fill_rare_gaps(
         self, client: ClientRows, terms: AnalysisTerms, groups: MergedCells, columns: Sequence[SummaryColumn]
     ) -> ClientRows:
-        """Return a client's rows without gaps that fewer subjects of a group have than the rules allow to be counted.
+        """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
 
-        A missing cell takes the client's mean or most frequent level, and a number beyond the agreed range takes the
-        end of the range. Every number of such gaps that a sum shows is therefore of enough subjects of a client.
+        A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
+        the nearest end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
+        of a client.
         """
         if terms.rules.min_subjects == 1:
             return client
@@ -345,37 +305,12 @@ class TableOne(ScriptedAnalysis):
 
 
 def compares_clients(terms: AnalysisTerms) -> bool:
-    """Return whether statistics over clients are computed: small cells are not merged, or there are enough clients.
+    """Return True if statistics over clients are computed: small cells are not merged, or there are enough clients.
 
-    Clients that may be absent, and clients that reach no cell, do not count.
+    The number of clients excludes those that may be absent, and those that have too few rows in every cell.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
     return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
-
-
-class _Moments(NamedTuple):
-    """Moments of a number by group: rows ``[G]``, means ``[G + 1]``, squares on [-1, 1], and the conversion back.
-
-    ``error`` is the largest effect of rounding on a sum.
-    """
-
-    rows: Floats
-    centre: Floats
-    squares: Floats
-    half: float
-    middle: float
-    error: float
-
-
-TABLE_FIGURES = (
-    "rows", "share", "missing", "beyond", "mean", "deviation", *TABLE_QUANTILES, "bin", "standardized_difference",
-        "p_groups",
-    "p_clients", "bound",
-)  # fmt: skip
-TABLE_SCHEMA = pa.schema([
-    *((name, pa.string()) for name in ("column", "level", "group")), *((name, pa.float64()) for name in TABLE_FIGURES),
-    ("edges", pa.list_(pa.float64())), ("counts", pa.list_(pa.float64())), ("note", pa.string()),
-])  # fmt: skip
 
 
 def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> tuple[Tensor, Tensor]:
@@ -387,15 +322,15 @@ def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> 
 
 
 def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
-    """Return the rows in every cell of a code."""
+    """Return the number of rows in every cell of a coded column."""
     codes = level_codes(client.x[:, column.place], column.levels)
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
 def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
-    """Return the number of subjects with a row in every cell of a column.
+    """Return the number of subjects that have a row in each cell of a column.
 
-    Counts are in the order of the column's numbers. The count for a sum is 0.
+    The counts are in the order of the column's values in an answer. At the place of a sum, the count is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:
@@ -409,7 +344,7 @@ def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -
 def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the rows in each group, and by group the numbers of each column."""
+    """Return the number of rows in each group, followed by the values of each column in each group."""
     code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):
@@ -425,129 +360,3 @@ def _counted(
             blocks.append(torch.cat([counts, torch.stack([missing, (~whole).sum() - missing, u.sum()])]))
     rows = torch.bincount(code, minlength=len(groups.names)).double()
     return torch.cat([rows, *blocks])
-
-
-def _describe_number(
-    column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: _Moments, between: float, clients: int
-) -> Iterator[dict[str, object]]:
-    """Yield the rows for a numeric column, one row for each group that has rows."""
-    assert column.edges is not None
-    edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
-    n, mean = of.rows, of.centre[:-1] * of.half + of.middle
-    deviation = np.sqrt(of.squares / np.maximum(n - 1, 1)) * of.half
-    full = [g for g in some if n[g] > 1]
-    pairs = list(combinations(full, 2))
-    gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
-            if deviation[a] + deviation[b] > 0]  # fmt: skip
-    squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
-    if len(full) == 2:
-        a, b = full
-        p = stats.ttest_ind_from_stats(mean[a], deviation[a], n[a], mean[b], deviation[b], n[b], equal_var=False).pvalue
-    else:
-        p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
-    for g in some:
-        counts = counted[g][:-3]
-        middle = {name: _quantile(edges, counts, level) for name, level in TABLE_QUANTILES.items()}
-        yield {
-            "column": column.name, "group": groups.names[g], "rows": n[g], "missing": counted[g][-3],
-            "beyond": counted[g][-2], "mean": mean[g] if n[g] else None,
-            "deviation": deviation[g] if n[g] > 1 else None,
-            **middle, "bin": float(np.diff(edges).max()), "standardized_difference": max(gaps, default=None),
-            "p_groups": _number(p), "p_clients": _number(_f_test(between, squares, clients, n.sum())),
-            "edges": edges.tolist(), "counts": counts.tolist(), "bound": _bound(of, g),
-        }  # fmt: skip
-
-
-def _bound(of: _Moments, group: int) -> float | None:
-    """Return the largest effect of rounding on a group's mean or deviation, or None with fewer than two rows."""
-    n, squares = of.rows[group], of.squares[group]
-    if n < 2:
-        return None
-    mean = of.error / n
-    spread = np.sqrt(squares / (n - 1))
-    wrong = (of.error + n * mean**2) / (n - 1)  # squares are about a mean that is rounded too
-    deviation = wrong / spread if spread**2 > 2 * wrong else np.sqrt(2 * wrong) + spread
-    return float(of.half * max(mean, deviation))
-
-
-def _describe_code(
-    column: SummaryColumn, groups: MergedCells, counted: Floats, statistic: float, clients: int
-) -> Iterator[dict[str, object]]:
-    """Yield the rows for a coded column, one row for each level and group that has rows."""
-    shown = counted[:, : column.shown]
-    some = [g for g in range(len(counted)) if counted[g].any()]
-    full = [g for g in some if shown[g].any()]
-    used = shown[full][:, shown.any(0)]
-    p = stats.chi2_contingency(used).pvalue if min(used.shape) > 1 else None
-    between = stats.chi2.sf(statistic, (clients - 1) * (used.shape[1] - 1)) if clients > 1 < used.shape[1] else None
-    gaps = [_difference(shown[a], shown[b]) for a, b in combinations(full, 2)]
-    for g in some:
-        for k, level in enumerate(column.cells.names):
-            if k >= column.shown and not counted[:, k].any():
-                continue  # no cell is missing
-            yield {
-                "column": column.name, "level": level, "group": groups.names[g], "rows": counted[g, k],
-                "share": counted[g, k] / max(shown[g].sum(), 1) if k < column.shown else None,
-                "missing": counted[g, column.shown :].sum() if column.shown < counted.shape[1] else None,
-                "standardized_difference": max(gaps, default=None),
-                "p_groups": _number(p), "p_clients": _number(between),
-            }  # fmt: skip
-
-
-def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
-    """Return the p value of a one-way analysis of variance. None without two groups or without a spread."""
-    within = total - between
-    if groups < 2 or rows <= groups or within <= 0:
-        return None
-    return float(stats.f.sf(between / (groups - 1) / (within / (rows - groups)), groups - 1, rows - groups))
-
-
-def _difference(first: Floats, second: Floats) -> float:
-    """Return Yang and Dalton's standardized difference between shares of levels ``[L]``."""
-    one, two = first / first.sum(), second / second.sum()
-    gap = (one - two)[1:]
-    covariance = (np.diag(one) - np.outer(one, one) + np.diag(two) - np.outer(two, two))[1:, 1:] / 2
-    return float(np.sqrt(max(gap @ np.linalg.pinv(covariance) @ gap, 0.0)))
-
-
-def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, with rows spread evenly over their bin, or None without rows."""
-    if not counts.any():
-        return None
-    below = np.append(0.0, counts.cumsum())
-    return float(np.interp(level * below[-1], below, edges))
-
-
-def _number(p: float | None) -> float | None:
-    return None if p is None or not np.isfinite(p) else float(p)
-
-
-def _note_clients(rows: list[dict[str, object]]) -> None:
-    """Add notes about clients that stand out in a number, with a different unit as a possible reason.
-
-    The unit is only a guess and is never applied.
-    """
-    numbers = [row for row in rows if row.get("counts") is not None]
-    for row in numbers:
-        rest = [o for o in numbers if o["column"] == row["column"] and o is not row and o.get("deviation") is not None]
-        if row.get("deviation") is None or len(rest) < 2:
-            continue
-        n, mean, spread = (np.array([o[key] for o in rest], float) for key in ("rows", "mean", "deviation"))
-        centre = float((n * mean).sum() / n.sum())
-        deviation = float(np.sqrt(((n - 1) * spread**2 + n * (mean - centre) ** 2).sum() / (n.sum() - 1)))
-        gap = (float(str(row["mean"])) - centre) / deviation if deviation > 0 else 0.0
-        if abs(gap) <= NOTED_DISTANCE:
-            continue
-        note = (
-            f"is unusual: its mean differs from the mean of the others by {gap:+.1f} standard deviations of their rows"
-        )
-        here, elsewhere = float(str(row["median"])), float(np.median([float(str(o["median"])) for o in rest]))
-        ratio = max(here / elsewhere, elsewhere / here) if here * elsewhere > 0 else 0.0
-        for factor, units in UNIT_FACTORS.items():
-            if abs(ratio / factor - 1) <= UNIT_TOLERANCE:
-                note += (
-                    f". The ratio of medians, {ratio:.3g}, is close to the ratio of {units} "
-                    f"({factor:g}). Is the unit different?"
-                )
-                break
-        row["note"] = note

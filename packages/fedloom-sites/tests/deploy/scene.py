@@ -24,7 +24,8 @@ from fedloom_sites.deploy.ops.keys import key_pair
 from fedloom_sites.deploy.protocol.envelope import digest_of, seal
 from fedloom_sites.deploy.protocol.identity import sign
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import Member, Server, Site, digest
+from fedloom_sites.deploy.setting_files import digest
+from fedloom_sites.deploy.settings import Member, Server, Site
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import FakeGrid, Fault, outside_flower
 

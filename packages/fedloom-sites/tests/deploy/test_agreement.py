@@ -21,7 +21,7 @@ from fedloom.data.new_data import NewData
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, Stop
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
 from tests import hospitals
 from tests.commands import call

@@ -32,7 +32,7 @@ from fedloom_sites.deploy.ops.plan import _bound, plan
 from fedloom_sites.deploy.protocol.checks import Checks
 from fedloom_sites.deploy.protocol.lengths import lengths, shortened
 from fedloom_sites.deploy.protocol.rejected import Rejected
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 from tests.deploy.sessions import arrays_of, kind_of
 

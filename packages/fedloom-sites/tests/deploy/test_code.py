@@ -20,7 +20,7 @@ from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Processes
-from fedloom_sites.deploy.settings import read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
 
 METHOD = """
 from fedloom.algorithms import FedAvg

@@ -9,7 +9,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.ops.commands import command, environment
-from fedloom_sites.deploy.settings import read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
 
 
 @pytest.fixture

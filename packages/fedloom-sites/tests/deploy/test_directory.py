@@ -27,7 +27,7 @@ from fedloom_sites.deploy.ops.commands import command
 from fedloom_sites.deploy.ops.directory import Location, compose, gate, renew, units, write_directory
 from fedloom_sites.deploy.ops.loopback import check_certificate
 from fedloom_sites.deploy.ops.plan import _names, plan
-from fedloom_sites.deploy.settings import check_fingerprint, read_server, read_site, text_of
+from fedloom_sites.deploy.setting_files import check_fingerprint, read_server, read_site, text_of
 from fedloom_sites.deploy.site import handover
 from tests.commands import call, in_a_fork
 from tests.deploy.scene import scene

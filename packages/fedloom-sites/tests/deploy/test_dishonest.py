@@ -24,7 +24,7 @@ from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms, check_terms
-from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
+from fedloom_sites.deploy.secure.vectors import MAX_SCORE_TOTAL, ScoreVector, UploadVector
 from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured, sum_honestly, terms_of
 
@@ -176,8 +176,8 @@ def test_figures_that_one_site_has_alone(rogue: Rogue, target: int) -> None:
 def test_scores_that_few_sites_can_compute(rogue: Rogue, unable: int, trains: bool) -> None:
     """The model overflows at one site or at all but one: the sum, or its difference to another, would be of one site.
 
-    The loss of a part overflows where its rows are long enough in a direction. The upload of a session that scores too
-    stays closed with it.
+    The loss of a part leaves the range of a sum where its rows are long enough in a direction. A loss clipped to that
+    range would be a number that the server knows. The upload of a session that scores too stays closed with it.
     """
     job, longest = rogue.trainer.job, []
     direction = torch.from_numpy(np.random.default_rng(3).random(64))
@@ -190,7 +190,7 @@ def test_scores_that_few_sites_can_compute(rogue: Rogue, unable: int, trains: bo
     middle = (order[unable - 1] + order[unable]) / 2
     model = job.algorithm.global_model(rogue.trainer.node.server) * 0
     tree = job.oracle.layout.tree(model.reshape(1, -1).clone())
-    next(part for part in tree.values() if part.dim() == 3)[0, 0] = direction / middle * np.finfo(float).max
+    next(part for part in tree.values() if part.dim() == 3)[0, 0] = direction / middle * MAX_SCORE_TOTAL
     crafted = rogue.trainer.forms.write_model(torch.cat([part.flatten() for part in tree.values()]))
     for scored, shown in ((rogue.model(), (5, 0, 0)), (crafted, (5, 0, unable) if trains else (5 - unable, 0, unable))):
         download, t = rogue.download() if trains else None, 2 if scored is crafted else 1

@@ -25,7 +25,7 @@ from fedloom.storage import disk
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.state import models
 from fedloom_sites.transport import node as node_module

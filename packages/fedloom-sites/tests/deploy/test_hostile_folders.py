@@ -18,7 +18,7 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom_sites.deploy.ops.status import lines, status_of, table
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 from fedloom_sites.deploy.site.handover import SITE_LOG_FILE, SOCKET_LOCK_FILE, hand_over
 from fedloom_sites.deploy.site.ledger import Ledger, Spent
 from tests.deploy.conftest import make_experiment

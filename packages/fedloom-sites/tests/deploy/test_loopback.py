@@ -11,7 +11,7 @@ from fedloom.storage.locks import lock
 from fedloom_sites.deploy.ops import loopback
 from fedloom_sites.deploy.ops.loopback import Loopback, run_all
 from fedloom_sites.deploy.ops.processes import ProcessError, Processes
-from fedloom_sites.deploy.settings import read_server, text_of
+from fedloom_sites.deploy.setting_files import read_server, text_of
 
 
 def local(*words):

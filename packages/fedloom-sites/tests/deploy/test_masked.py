@@ -43,7 +43,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     digest_of,
     seal,
 )
-from fedloom_sites.deploy.secure import integers, opened, shares
+from fedloom_sites.deploy.secure import integers, opened, shares, vectors
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import check_maskable
@@ -564,13 +564,38 @@ def test_masked_scores_are_the_weighted_means_of_the_plain_run(name: str, sample
         assert mine[key] == pytest.approx(known[key], abs=1e-5 + coarse), key
         if key[3].startswith("accuracy"):
             assert mine[key] == pytest.approx(known[key], abs=1e-9), "an accuracy is a sum of hits"
-    assert {k for k in known if k[3] in ("loss/weighted", "accuracy/weighted") and k[2] != "common"} <= set(same)
+    wanted = {k for k in known if k[3] in ("loss/weighted", "accuracy/weighted") and k[2] != "common"}
+    assert {k for k in wanted if k[1] != "hybrid"} <= set(same)
     assert not [k for k in mine if k[3].endswith("/mean")], "two means with different weights isolate a site"
     assert {mine[k] for k in mine if k[3] == "loss/sites" and k[2] == "train"} == {5.0}
     found = status_of(here.server)
     assert {row["model"] for row in found["means"]} == {k[1] for k in same}
     assert [row for row in found["means"] if row["sites"] == 5]
     assert any("of 5 sites" in line for line in lines(found))
+
+
+SIZES = (8, 8, 40)
+
+
+def test_the_score_of_a_model_that_is_one_of_two_others_isolates_the_sites_that_chose_one(
+    five: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of three sites uses its personal model: with the hybrid's sum, a difference would be of this site alone."""
+    job, personal, shared = five.clients()[0].trainer.job, (0.25, 0.5, 0.75), (0.5, 0.75, 0.25)
+
+    def summed() -> dict[str, float]:
+        vector, total = ScoreVector(job), np.zeros(0, dtype=np.uint64)
+        for g, p in zip(shared, personal, strict=True):
+            values = {"global": g, "personal": p, "hybrid": max(g, p)}
+            scores = {(kind, "test"): {"accuracy": torch.tensor([value])} for kind, value in values.items()}
+            one = vector.encode(scores, SIZES, [True] * len(vector.figures))
+            total = total + one if len(total) else one
+        return {kind: mean for (kind, _, _), (mean, _) in vector.decode(total, 3).items()}
+
+    assert {*summed()} == {"global", "personal"}
+    monkeypatch.setattr(vectors, "SUMMED_MODELS", ("global", "hybrid", "personal"))
+    found = summed()
+    assert found["hybrid"] - found["global"] == pytest.approx((0.75 - 0.25) / 3)  # of the last site
 
 
 def test_a_score_is_in_one_sum_only(five: Scene) -> None:
@@ -580,7 +605,7 @@ def test_a_score_is_in_one_sum_only(five: Scene) -> None:
 
     def encoded(value: float) -> Any:
         scores = {("global", "test"): {"accuracy": torch.tensor([value], dtype=torch.float64)}}
-        return vector.encode(scores, (8, 8, 40), everything)
+        return vector.encode(scores, SIZES, everything)
 
     assert int((encoded(0.25) != encoded(0.75)).sum()) == 1
     assert (encoded(0.25) == encoded(0.25 + 2.0**-12)).all(), "a finer sum would tell the ratios of counts apart"
@@ -593,8 +618,8 @@ def test_one_score_that_is_not_finite_keeps_a_site_silent(five: Scene) -> None:
     names = [name for model, part, name in vector._names if (model, part) == ("global", "test")]
     for broken in names:
         values = {name: torch.tensor([math.inf if name == broken else 0.5]) for name in names}
-        assert not vector.is_whole({("global", "test"): values}, everything), broken
-    assert vector.is_whole({("global", "test"): {name: torch.tensor([0.5]) for name in names}}, everything)
+        assert not vector.is_whole({("global", "test"): values}, SIZES, everything), broken
+    assert vector.is_whole({("global", "test"): {name: torch.tensor([0.5]) for name in names}}, SIZES, everything)
 
 
 def test_sums_with_different_weights_that_isolate_a_site_stay_closed() -> None:
@@ -716,7 +741,7 @@ def test_scores_of_a_round_in_which_a_site_has_none_are_given_up_and_the_trainin
     assert torch.equal(here.model(), whole.model())
     lines = here.audit("scores given up")
     assert [line["round"] for line in lines] == [1, 3]
-    assert all("because 1 of 5 sites have no finite score" in line["reason"] for line in lines)
+    assert all("because 1 of 5 sites have no finite score, or one" in line["reason"] for line in lines)
     tables = [figures(pq.read_table(one.server.results / "metrics.parquet"), total=True) for one in (whole, here)]
     assert {key[0] for key in tables[0]} - {key[0] for key in tables[1]} == {1, 3}
     assert {key: value for key, value in tables[0].items() if key[0] not in (1, 3)} == tables[1]
@@ -891,7 +916,7 @@ def secured_keys() -> Any:
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
     from fedloom_sites.deploy.ops.directory import Location, write_directory
     from fedloom_sites.deploy.ops.plan import plan
-    from fedloom_sites.deploy.settings import read_server, read_site
+    from fedloom_sites.deploy.setting_files import read_server, read_site
 
     write_directory(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location())
     server = read_server(tmp_path / "out" / "server" / "server.toml")

@@ -22,7 +22,7 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
-from fedloom_sites.deploy import settings
+from fedloom_sites.deploy import setting_files
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
 from fedloom_sites.deploy.ops import amend as amendments
 from fedloom_sites.deploy.ops import members
@@ -35,7 +35,8 @@ from fedloom_sites.deploy.ops.processes import Processes
 from fedloom_sites.deploy.protocol import checks, envelope
 from fedloom_sites.deploy.protocol.identity import public_line
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import Server, Site, read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
+from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site import client
 from fedloom_sites.deploy.site.client import Client
 from tests.commands import call
@@ -43,7 +44,7 @@ from tests.deploy.conftest import make_experiment
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 
-RELEASED = (amendments, checks, client, envelope, settings)
+RELEASED = (amendments, checks, client, envelope, setting_files)
 """Modules that compare releases of fedloom."""
 ROUND = ("train", "masked")
 QUICK: dict[str, Any] = {"deadline": 0.2, "ttl": 0.4, "patience": 0.4}

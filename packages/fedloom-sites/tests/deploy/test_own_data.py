@@ -18,7 +18,7 @@ from fedloom.errors import DataError, Stop
 from fedloom.lab.cli import app
 from fedloom_sites.deploy.ops.loopback import run_all
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST

@@ -16,7 +16,7 @@ import pytest
 from fedloom_sites.deploy.apps import client_app
 from fedloom_sites.deploy.ops.commands import command, environment
 from fedloom_sites.deploy.ops.processes import Process, ProcessError
-from fedloom_sites.deploy.settings import read_site
+from fedloom_sites.deploy.setting_files import read_site
 from fedloom_sites.deploy.site import pinned
 from fedloom_sites.deploy.site.pinned import CLIENT_PROGRAM, NOT_LET_IN, SECRET_OPTION, start_executor
 

@@ -25,7 +25,7 @@ from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import ProcessError
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.server.run import finished
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 from tests.commands import call
 
 KINDS = {False: {"train"}, True: {"keys", "shares", "masked", "count", "unmask"}}

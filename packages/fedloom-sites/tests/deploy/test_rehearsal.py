@@ -26,7 +26,8 @@ from fedloom_sites.deploy.secure import member
 from fedloom_sites.deploy.secure import site as secure_site
 from fedloom_sites.deploy.secure.changes import Changes
 from fedloom_sites.deploy.secure.opened import OpenedSums
-from fedloom_sites.deploy.settings import Site, text_of
+from fedloom_sites.deploy.setting_files import text_of
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.asked import AskedModels
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.ledger import Ledger

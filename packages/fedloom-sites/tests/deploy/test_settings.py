@@ -7,16 +7,8 @@ import pytest
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import ConfigError
 from fedloom.version import __version__
-from fedloom_sites.deploy.settings import (
-    Member,
-    Server,
-    Site,
-    check_fingerprint,
-    digest,
-    read_server,
-    read_site,
-    text_of,
-)
+from fedloom_sites.deploy.setting_files import check_fingerprint, digest, read_server, read_site, text_of
+from fedloom_sites.deploy.settings import Member, Server, Site
 from fedloom_sites.deploy.site.handover import state_folder
 
 KEY = "ecdsa-sha2-nistp384 AAAA{}"

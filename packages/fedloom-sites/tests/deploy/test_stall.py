@@ -11,7 +11,7 @@ from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import ProcessError, Processes
-from fedloom_sites.deploy.settings import read_server, text_of
+from fedloom_sites.deploy.setting_files import read_server, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 

@@ -25,7 +25,7 @@ from fedloom_sites.deploy.ops import run as service
 from fedloom_sites.deploy.ops.processes import free_ports
 from fedloom_sites.deploy.ops.status import lines, status_of, table, tallies
 from fedloom_sites.deploy.server import run as deployed
-from fedloom_sites.deploy.settings import text_of
+from fedloom_sites.deploy.setting_files import text_of
 from tests.deploy.scene import FIRST, changed, scene
 
 SMALL = {"rounds": 4, "evaluate": {"every": 2}}

@@ -12,7 +12,7 @@ from fedloom.errors import Stop
 from fedloom_sites.deploy.ops import run
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.server.run import stop_file
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 from tests.commands import call
 from tests.deploy.scene import scene
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from fedloom.errors import ConfigError, RunDirError, Stop
 from fedloom.version import __version__
-from fedloom_sites.deploy import settings, snapshots
+from fedloom_sites.deploy import setting_files, snapshots
 from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops import amend
 from fedloom_sites.deploy.ops.amend import rotate, upgrade
@@ -27,7 +27,8 @@ from fedloom_sites.deploy.ops.members import Change, take
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.protocol import checks, envelope
 from fedloom_sites.deploy.server.run import serve
-from fedloom_sites.deploy.settings import Server, read_server, read_site
+from fedloom_sites.deploy.setting_files import read_server, read_site
+from fedloom_sites.deploy.settings import Server
 from fedloom_sites.deploy.site import client
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.snapshots import declare
@@ -37,7 +38,7 @@ from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST
 
 SITES = ("birke", "dorn", "esche")
-RELEASED = (amend, checks, client, envelope, settings)
+RELEASED = (amend, checks, client, envelope, setting_files)
 """Modules that compare releases of fedloom."""
 
 

@@ -14,7 +14,7 @@ from fedloom.data.federation import DATA_PARTS
 from fedloom.errors import DataError
 from fedloom.lab.cli import app
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.settings import read_site
+from fedloom_sites.deploy.setting_files import read_site
 from fedloom_sites.deploy.site.local_data import site_federation
 
 ROWS, PATIENTS = 120, 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedloom.errors import Stop
+from fedloom.errors import Refused, Stop
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
-from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, reweighted
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, States, reweighted
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
+from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
-from fedloom_sites.deploy.site.approval import NAMES_FILE
+from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
 from tests.deploy.scene import Scene, signing_key_of
 from tests.deploy.sessions import losing, secured, sum_honestly
 from tests.deploy.test_dishonest import Rogue, rogue_of
@@ -70,7 +72,7 @@ class Federation:
     def begin(self, experiment: int) -> None:
         """Begin another experiment on the same data, under another key."""
         self.experiment, self.t = experiment, 0
-        self.settings = [s.with_(fingerprint=f"{experiment:064x}") for s in self.here.sites]
+        self.settings = [s.with_(fingerprint=f"{experiment:x}".ljust(64, "0")) for s in self.here.sites]
         self.members = [member_of(s) for s in self.settings]
 
     def sum(self, kind: str, present: Collection[int], arrived: Collection[int], neutral: Collection[int] = ()) -> bool:
@@ -207,6 +209,25 @@ def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(t
         assert found == (isolates or {3, 4})
 
 
+def test_a_site_that_is_renamed_has_no_further_changes(tmp_path: Path) -> None:
+    """A site that has used its changes is in no sum, also if the next agreement gives it another name."""
+    fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 1}), (1,) * 5)
+    rest = range(4)
+    assert fed.sum("uploads", range(5), range(5))
+    assert fed.sum("uploads", rest, rest)
+    assert not fed.sum("uploads", range(5), range(5))
+    secure_of = fed.settings[4].secure
+    assert secure_of is not None
+    renamed = secure_of.with_(names=(*secure_of.names[:4], "another"))
+    fed.here = fed.here._replace(
+        sites=[s.with_(secure=renamed, **({"site": "another"} if s.client == 4 else {})) for s in fed.here.sites]
+    )
+    fed.begin(1)
+    assert not fed.sum("uploads", range(5), range(5))
+    assert "this site took part in earlier sums over these data under another name" in fed.refused[-1]
+    assert fed.sum("uploads", rest, rest)
+
+
 def test_without_the_memory_the_same_rounds_isolate_every_site(tmp_path: Path) -> None:
     """The control: sites that sign any change open sums that give every upload away."""
     draw = np.random.default_rng(0)
@@ -254,15 +275,18 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
     assert reweighted(before, {**before, "d": [5.001]}) == {"d"}
     assert reweighted(before, {c: [w[0] * (1 if c == "a" else 2)] for c, w in before.items()}) == {"a"}
     assert reweighted(before, {**before, "b": [0.0]}) == {"b"}
-    first = Changes({}, 1).add_sum([*before], {"uploads": before})
+    states = States("one", None, {})
+    first = Changes({}, 1).add_sum([*before], {"uploads": before}, states)
     assert first.record["changes"] == {}
-    second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}})
+    second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}}, states)
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
         Broken, match="differ in d; a site may leave the sums over the same data, or return, at most 1 times"
     ):
-        second.add_sum([*before], {"uploads": before})
-    assert second.add_sum([*before], {"scores": before}).record["changes"] == {"d": 1}  # a sum of something else
+        second.add_sum([*before], {"uploads": before}, states)
+    assert second.add_sum([*before], {"scores": before}, states).record["changes"] == {
+        "d": 1
+    }  # a sum of something else
 
 
 # ------------------------------------------------------------------------------------------------- played at real sites
@@ -284,7 +308,62 @@ def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) 
     assert not sum_honestly(rogue, 4, rogue.download(0.3), clients=rest).told
 
 
-def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> None:
+FULL_BATCH: dict[str, Any] = {"local": {"lr": 0.05, "epochs": 1, "batch_size": 200}}
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_site_that_is_told_that_its_last_upload_was_lost(
+    is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sums of all sites and nearly the same model; the server names an older state to one of them.
+
+    In the second round of SCAFFOLD the others send no change of their control variates, so the sum of these is the
+    gradient of that site alone. Without the check, the attack succeeds.
+    """
+    if not is_checked:
+        monkeypatch.setattr(Changes, "_find_moved_sites", lambda self, states: set())
+    rogue = Rogue(secured(tmp_path, "scaffold", agreed={"changes": 0}, **FULL_BATCH))
+    assert sum_honestly(rogue, 1, rogue.download()).told
+    bases = (1, 1, 1, 1, 0)
+    session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=bases)
+    assert bool(session.told) is not is_checked
+    if is_checked:
+        assert any("they differ in site-4" in reason for reason in rogue.refused)
+        assert sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1,) * 5).told
+    else:
+        job, forms = rogue.trainer.job, rogue.trainer.forms
+        total = session.total(rogue.terms(2, rogue.download(1e-16), accepted=bases))
+        sums, _, _ = UploadVector(job, forms.idle).decode(total, 5, 1.0)
+        kept = rogue.sites[4]._memory.read(2)
+        assert kept is not None
+        gradient = kept.group("rows")["ci"].double()
+        assert float(gradient.norm()) > 0.1
+        assert float((sums["dc"] - gradient).norm()) < 1e-3 * float(gradient.norm())
+
+
+@pytest.mark.parametrize(
+    ("bases", "moved"),
+    [
+        ({"a": 4, "b": 4, "c": 4, "d": 4}, set()),  # the sum of round 4 was accepted
+        ({"a": 3, "b": 3, "c": 3, "d": 1}, set()),  # it was given up; d had returned in it
+        ({"a": 4, "b": 4, "c": 4, "d": 1}, {"d"}),
+        ({"a": 4, "b": 4, "c": 3, "d": 4}, {"c"}),
+        ({"a": 3, "b": 3, "c": 4, "d": 1}, {"c"}),
+        ({"a": 2, "b": 4, "c": 4, "d": 4}, {"a"}),
+        ({"a": 4, "b": 4, "c": 4, "e": 0}, {"d", "e"}),  # another site, whose state no sum has shown
+    ],
+)
+def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: set[str]) -> None:
+    weights = {"uploads": dict.fromkeys("abcde", (1.0,))}
+    first = Changes({}, 1).add_sum("abcd", weights, States("one", 4, {"a": 3, "b": 3, "c": 3, "d": 1}))
+    assert first.changed([*bases], weights, States("one", 5, bases)) == moved
+    scored = first.add_sum("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
+    assert scored.changed([*bases], weights, States("one", 5, bases)) == moved  # a sum of scores moves no state
+    again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
+    assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
+
+
+def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R12: the study is begun again with the same seed and the same first model, a new key and other rows."""
     first, rest = rogue_of(tmp_path / "first"), [0, 1, 2, 3]
     download = first.download()
@@ -299,10 +378,18 @@ def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path) -> N
         assert sum_honestly(again, 1, download).told.keys() == {*range(5)}, number
     other = Rogue(second_experiment(tmp_path, first, 7, data_name="other"))
     assert not other.begin(1, rest).sealed  # another name of the same source
-    assert all("knows these data under the name 'data', but the agreement names" in one for one in other.refused)
+    assert all("does not accept the data_name of the agreement" in one for one in other.refused)
+    assert "knows these data under the name 'data', but the agreement names" in capsys.readouterr().err
     for site in other.sites:  # as the refusal says, where the source contains other patients now
         path = site.site.state / NAMES_FILE
-        path.write_text(json.dumps({}))
+        with pytest.raises(Refused, match="knows these data under the name 'data'") as told:
+            check_data_name(site.site)
+        [change] = re.findall('change its line to ("[0-9a-f]{64}": "other") in', str(told.value))
+        path.write_text(json.dumps({}))  # a memory from before there were names: no name begins another memory
+        with pytest.raises(Refused, match="remembers sums or budgets of data named data, which may be .*") as told:
+            check_data_name(site.site)
+        assert f"add {change} to" in str(told.value)
+        path.write_text(f"{{{change}}}")
     assert sum_honestly(Rogue(other.here), 1, download, clients=rest).told
 
 

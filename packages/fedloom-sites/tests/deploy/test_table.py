@@ -16,7 +16,7 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import read
 from fedloom.rows.layout import Layout
 from fedloom_sites.deploy.ops.table import mean_table, site_table
-from fedloom_sites.deploy.settings import read_site
+from fedloom_sites.deploy.setting_files import read_site
 from fedloom_sites.deploy.site.local_data import site_federation
 from fedloom_sites.deploy.site.models import export_state_dict, module_of, owned, score_site_model, used
 from fedloom_sites.deploy.site.state import SiteState

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.ops.processes import Processes
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.server.run import FINISHED_HINT, serve
-from fedloom_sites.deploy.settings import read_server, read_site, text_of
+from fedloom_sites.deploy.setting_files import read_server, read_site, text_of
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.models import owned, score_site_model
 from tests.deploy.grid import FakeGrid, outside_flower

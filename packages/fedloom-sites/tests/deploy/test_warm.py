@@ -18,7 +18,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from fedloom.errors import ConfigError, Stop
 from fedloom.storage.locks import hold
-from fedloom_sites.deploy.settings import text_of
+from fedloom_sites.deploy.setting_files import text_of
 from fedloom_sites.deploy.site import handover
 from fedloom_sites.deploy.site.handover import (
     HANDOVER_MAGIC,

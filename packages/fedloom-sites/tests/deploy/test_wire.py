@@ -22,7 +22,7 @@ from fedloom_sites.deploy.ops.loopback import Loopback
 from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.ops.processes import Processes
 from fedloom_sites.deploy.protocol.identity import signing_key
-from fedloom_sites.deploy.settings import read_server, read_site, text_of
+from fedloom_sites.deploy.setting_files import read_server, read_site, text_of
 from fedloom_sites.deploy.site.client import Client
 from tests.deploy.wire import connected
 

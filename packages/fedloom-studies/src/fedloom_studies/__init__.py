@@ -1,1 +1,1 @@
-"""Studies with fedloom: the papers' tables and figures, and the map of every method in every kind of federation."""
+"""Studies made with fedloom: tables and figures of papers, and a map of all methods in many federations."""

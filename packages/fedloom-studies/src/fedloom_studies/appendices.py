@@ -1,4 +1,4 @@
-"""Write a generated page with its appendices, and the links between them."""
+"""Writing of a generated page together with its appendices, and adjustment of the links between them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from fedloom.outputs import FileKind, check_output_file
 from fedloom.storage import make_folder, write_atomic
 
 PAGE_STARTS = (b"#", b"<", b"-")
-"""First bytes of a Markdown page written by these commands, i.e. a heading, a tag, or front matter."""
+"""Possible first bytes of a Markdown page that these commands write: a heading, a tag, or front matter."""
 DOCS_FOLDER, PAGES_FOLDER = Path("docs"), Path("studies") / "pages"
-"""Folders for pages and for appendices in a checkout."""
+"""Folders for pages and for appendices in a checkout of the repository."""
 
 
 def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | bytes]]) -> None:
-    """Write a page, and write its appendices to a folder next to it.
+    """Write a page, and write its appendices to a folder.
 
-    The appendices of a page in a checkout's docs are written to studies/pages.
+    The folder is next to the page, or in studies/pages if the page is in the docs of a checkout.
 
     Args:
-        page: file of the page.
-        folder: name of the folder.
-        contents: name and content of every file. The page itself has an empty name. Links in the page start with
-            ``folder/``, and links in an appendix start with ``../``.
+        page: path of the page.
+        folder: name of the folder for the appendices.
+        contents: name and content of every file to write. The page itself has the name "". Links to appendices must
+            start with ``folder/`` in the page, and links back must start with ``../`` in an appendix.
 
     Raises:
-        ConfigError: there is a file that this command did not write: a page with a different first line or, if there is
-            no page, a file in the folder.
+        ConfigError: a file exists that this command did not write. Such a file is a page with a different first line
+            or, if there is no page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()
@@ -55,12 +55,12 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
 
 def check_page(page: Path) -> None:
-    """Raise an error before any work if a page must not be written.
+    """Raise an error, before any work is done, if a page must not be written.
 
-    The page's first line is compared once the new page is known.
+    The first line of the existing page is compared later, when the new page is known.
 
     Raises:
-        ConfigError: see `fedloom.outputs.check_output_file`.
+        ConfigError: the page must not be written (see `fedloom.outputs.check_output_file`).
     """
     check_output_file(
         page,

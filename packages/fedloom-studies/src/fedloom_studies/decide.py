@@ -1,8 +1,8 @@
-"""Experiments that decide open headline claims, taken from a list that was frozen before their first seed was run.
+"""Experiments that may settle open headline claims, from a list that was frozen before the first of them was run.
 
-``decide.toml`` lists every open headline claim on the papers' page: those that an experiment may decide, with its cost,
-and those that remain open, with the reason. An experiment adds seeds to a recorded recipe with the settings chosen at
-that time, or runs a recipe for the first time.
+The file ``decide.toml`` lists every open headline claim on the page of the papers. For each claim, it names the
+experiment that may settle it, with its cost, or the reason why the claim stays open. An experiment either adds seeds to
+a recorded recipe, with the settings that were chosen then, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fedloom_studies.reproduce.summary import RecipeSummary, wanted_of_claims
 
 
 class Decision(Value):
-    """Experiment that may decide some open headline claims.
+    """Experiment that may settle some of the open headline claims.
 
-    A claim is named ``PAPER | ROW | PROTOCOL``, as in ``papers.toml``.
+    Each claim is identified as ``PAPER | ROW | PROTOCOL``, as in ``papers.toml``.
     """
 
     recipe: str
@@ -54,7 +54,7 @@ class Decision(Value):
 
 
 class LeftOpen(Value):
-    """Open headline claims that no experiment in the list decides."""
+    """Open headline claims that no experiment of the list can settle."""
 
     why: str
     claims: tuple[str, ...] = Field(min_length=1)
@@ -62,14 +62,14 @@ class LeftOpen(Value):
 
 @cache
 def decisions() -> tuple[tuple[Decision, ...], tuple[LeftOpen, ...]]:
-    """Return the experiments, the cheapest per claim first, and the claims that remain open."""
+    """Return the experiments, in order of cost per claim, and the claims that stay open."""
     document = tomllib.loads(files("fedloom_studies").joinpath("decide.toml").read_text())
     experiments = sorted((Decision(**one) for one in document["experiment"]), key=lambda one: one.price)
     return tuple(experiments), tuple(LeftOpen(**one) for one in document["left"])
 
 
 def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
-    """Return the seeds, up to a given total number, for which a value that the recipe now needs is missing."""
+    """Return the seeds, up to a total number of seeds, for which the summary lacks a value that the recipe needs."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
     for variant, document in recipe.make_documents(summary.scale).items():
@@ -85,18 +85,18 @@ def add_seeds(
     recipe: Recipe, summary: RecipeSummary, seeds: list[int], out: Path, *, data_dir: Path | None = None,
     workers: int | str = 1, budget: TimeBudget | None = None, show: Show,
 ) -> RecipeSummary | None:  # fmt: skip
-    """Run seeds with the settings chosen in a record, and return the record with the new seeds.
+    """Run more seeds with the settings of a recorded summary, and return the summary with these seeds added.
 
-    Return None if the time ran out.
+    Return None if the time limit was reached.
 
     Args:
-        recipe: recipe of the record.
-        summary: record to extend.
+        recipe: recipe that the summary belongs to.
+        summary: summary to extend.
         seeds: seeds to run.
-        out: folder with the run directories, from which a second call resumes.
+        out: folder for the run directories. A second call with the same folder resumes the runs.
         data_dir: folder with the data sets.
         workers: number of processes.
-        budget: time that the runs may take.
+        budget: time limit of the runs.
         show: function that shows progress.
     """
     budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
@@ -125,7 +125,10 @@ def add_seeds(
 def merge_seeds(
     old: Mapping[str, Mapping[str, float | None]], new: Mapping[str, Mapping[str, float | None]]
 ) -> dict[str, dict[str, float | None]]:
-    """Return values merged by seed. A seed that was run again gets its new values."""
+    """Return two sets of recorded values, merged seed by seed.
+
+    If a seed was run again, its new values replace the old ones.
+    """
     return {
         reference: dict(
             sorted({**old.get(reference, {}), **new.get(reference, {})}.items(), key=lambda item: int(item[0]))
@@ -135,17 +138,20 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if seeds can be added to a record. If they cannot, the recipe is run as it is."""
+    """Return True if seeds can be added to a recorded summary.
+
+    If no seeds can be added, the whole recipe must be run.
+    """
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if a record contains the seeds that an experiment adds."""
+    """Return True if a summary already contains the seeds that an experiment would add."""
     return summary is not None and can_extend(recipe, summary) and not seeds_to_run(recipe, summary, one.seeds)
 
 
 def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each experiment: recipe, added seeds, core-hours, claims and state."""
+    """Yield a row for each experiment: recipe, seeds that it adds, core-hours, number of claims, and state."""
     experiments, left = decisions()
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")

@@ -1,4 +1,4 @@
-"""Cache for the rows of a listing in the user's cache folder, so that only changed rows are estimated again."""
+"""Cache for the rows of listings. The rows are estimated again only if something has changed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import fedloom
 from fedloom import cache
 
 LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
-"""Code that produces a listing."""
+"""Folders with the code that produces a listing."""
 
 
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
-    """Return the cached rows of a listing.
+    """Return the rows of a listing from the cache.
 
-    If the code, the files or the question have changed, compute and cache the rows again.
+    The rows are computed and cached again if the code, the files or the question have changed.
 
     Args:
         name: name of the listing.

@@ -1,4 +1,4 @@
-"""Records of studies, one line of JSON each, so that files from several machines can be merged line by line."""
+"""Records of studies as lines of JSON, so that files from several machines can be merged line by line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from fedloom.errors import RunDirError, check_folder
 from fedloom.storage import hold, make_folder, release, write_atomic
 
 RECORDS_FOLDER = Path(__file__).parent / "results"
-"""Folder with the records in the wheel. In a checkout it is ``studies/results``."""
+"""Folder that contains the records in an installed package. In a checkout of the repository, they are in
+``studies/results``."""
 CHECKOUT_FOLDER = Path("studies") / "results"
 NEW_RESULTS = Path("runs") / "results"
-"""Folder for the records of users without a checkout."""
+"""Folder for the records of users who have no checkout of the repository."""
 
 
 def choose_folder(results: Path | None) -> Path:
-    """Return the folder for records: the given folder, otherwise the checkout's folder, otherwise ``runs/results``.
+    """Return the folder for records: the one given, or else the one in the checkout, or else ``runs/results``.
 
-    ``runs/results`` initially contains the records in the wheel.
+    When ``runs/results`` is created, the records in the installed package are copied to it.
 
     Raises:
-        RunDirError: the path cannot be used as a folder.
+        RunDirError: the path exists but is not a folder.
     """
     if results is not None or CHECKOUT_FOLDER.is_dir():
         check_folder(results or CHECKOUT_FOLDER)
@@ -47,10 +48,12 @@ def choose_folder(results: Path | None) -> Path:
 
 
 def records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records in a file, each as a new dictionary. A record that was merged twice is yielded twice, in order.
+    """Yield the records in a file, each as a new dictionary.
+
+    If a record occurs twice because of a merge, it is yielded twice, in order.
 
     Raises:
-        RunDirError: a line is not a record. The message contains the file and the line.
+        RunDirError: a line is not a record. The message names the file and the line.
     """
     try:
         state = file.stat()
@@ -64,7 +67,7 @@ def records(file: Path) -> Iterator[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def _parsed(file: Path, *_state: int) -> list[Any]:
-    """Return the parsed lines in the current state of a file."""
+    """Parse the lines of a file. The result is cached until the file changes."""
     lines = []
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
@@ -75,7 +78,9 @@ def _parsed(file: Path, *_state: int) -> list[Any]:
 
 
 def read_document(file: Path, kind: type, cure: str = "delete it and run it again") -> dict[str, Any]:
-    """Return the dictionary in a file, whose values are all of one kind. Return {} if the file does not exist.
+    """Read a dictionary from a file and check that all of its values have the type ``kind``.
+
+    Return {} if the file does not exist.
 
     Raises:
         RunDirError: the file is damaged.
@@ -92,14 +97,14 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
 
 
 def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
-    """Return the error to raise for an unusable line."""
+    """Return the error to raise for a line that is not a record."""
     return RunDirError(f"{file}, line {number}, is not a record: {reason}. Delete the line and run it again")
 
 
 def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
-    """Write a record, which replaces a record with the same values of the fields ``key``.
+    """Write a record to a file. The new record replaces any record with the same values of the fields ``key``.
 
-    Lines are sorted by these fields.
+    The lines are sorted by the values of these fields.
     """
     make_folder(file.parent)
     with lock_folder(file.parent):
@@ -110,10 +115,10 @@ def put(file: Path, record: Mapping[str, object], key: tuple[str, ...]) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process or thread changes the files in a folder that it has read.
+    """Hold a lock on a folder, waiting until no other process or thread holds it.
 
     Raises:
-        RunDirError: the disk does not support file locks.
+        RunDirError: the file system does not support file locks.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

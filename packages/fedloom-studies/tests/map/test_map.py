@@ -321,9 +321,12 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     assert second.startswith(
         "Of the 2 other methods, 1 is better than the baseline, no method is worse, and 1 is inconclusive."
     )
-    assert "The better method is ditto +10.0" in second
+    assert "The method that does better is ditto +10.0" in second
     assert third.startswith("The method with the best mean is ditto")
-    assert f"At this spread, {found.needed} seeds are needed to detect 3 points, and 5 were run" in fourth
+    assert (
+        f"With this spread, {found.needed} seeds are needed to detect a difference of 3 points, and 5 were run"
+        in fourth
+    )
 
 
 def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
@@ -333,7 +336,7 @@ def test_nothing_is_recommended_where_the_seeds_cannot_decide() -> None:
     found = judged(**wild)
     assert (recommended(found), found.decides) == (None, False)
     (row,) = [line for line in advice([found], {}) if "iid" in line]
-    needed = f"{found.needed} seeds are needed to detect 3 points"
+    needed = f"{found.needed} seeds are needed to detect a difference of 3 points"
     assert row == f"| [IID clients](map/iid.md) | inconclusive | {needed} | - | - | - |"
     other = judged(**{m: [2 * v for v in values] for m, values in wild.items()})
     assert other.needed > found.needed  # of the spread
@@ -412,7 +415,9 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
         assert f"{m} +{100 * gain:.1f} ± {100 * half:.1f}" in text
     assert f"The method with the best mean is {fresh.top} ({100 * fresh.means[fresh.top].mean():.1f}" in text
     power = re.search(
-        r"gains over seeds is ([\d.]+) points. At this spread, (\*?)(\d+) seeds are needed to detect 3 points", text
+        r"gains over seeds is ([\d.]+) points. With this spread, "
+        r"(\*?)(\d+) seeds are needed to detect a difference of 3 points",
+        text,
     )
     assert power is not None
     assert float(power[1]) == pytest.approx(100 * fresh.judged.spread, abs=0.051)
@@ -454,7 +459,7 @@ def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of
         fresh = Recomputed(own)
         assert method == fresh.advised
         if method == "inconclusive":
-            assert gain.startswith(f"{fresh.judged.needed} seeds are needed to detect 3 points")
+            assert gain.startswith(f"{fresh.judged.needed} seeds are needed to detect a difference of 3 points")
             assert (f". {fresh.reference} is better than " in gain) == (fresh.judged.verdicts[fresh.mark] == "worse")
             assert [*means, cost] == ["-"] * 3
             largest.append(-math.inf)
@@ -531,7 +536,7 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
 
 def test_the_page_names_model_rounds_and_trials() -> None:
     text = dict(pages({"femnist": FULL["femnist"]}, {}))[""]
-    assert "cnn (channels [4, 8], hidden [64]), 40 rounds, not tuned" in text
+    assert "cnn (channels [4, 8], hidden [64]), 40 rounds, default settings without tuning" in text
     assert "mlp (hidden [64]), 40 rounds, 8 trials per method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
@@ -540,7 +545,7 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
     without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
     assert without.startswith("The method with the best mean is fedavg")
     assert with_mark.startswith(without)
-    assert with_mark.endswith("One model on the pooled data scores 90.0 ± 0.0 %.")
+    assert with_mark.endswith("A single model that is trained on the pooled data scores 90.0 ± 0.0 %.")
 
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
@@ -632,7 +637,7 @@ def test_no_run_of_the_repository_at_equal_gradients_is_far_from_those_of_fedavg
                 assert series.rounds[-1] == 1
                 dearer.add(method)
     page = (ROOT / "docs" / "map.md").read_text()
-    (stated,) = re.findall(r"Every run lasts at least one round, so it takes more gradients with (.*?)\. ", page)
+    (stated,) = re.findall(r"A run lasts at least one round, so some methods exceed the budget: (.*?)\. ", page)
     assert {*re.findall(r"(\S+) \([\d.]+ times\)", stated)} == dearer
 
 
@@ -820,7 +825,7 @@ def test_the_page_of_a_table_has_references_and_gains_over_the_best_local_model(
     names = [name for name, *_ in references.reference_names()]
     beside = {("hospitals", name): record(setup, name, [0.6 + k / 100] * 5) for k, name in enumerate(names)}
     page = dict(pages({"hospitals": setup}, records, beside))["hospitals.md"]
-    assert "best model of a client alone is random forest, per client." in page
+    assert "best model that a client can train alone is random forest, per client." in page
     assert "| fedavg | 71.2 ± 1.6 | +9.2 ± 1.6 |" in page
     assert "| local | 50.8 ± 1.0 | -11.2 ± 1.0 |" in page
     assert "Reference models" not in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]

@@ -72,7 +72,7 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
     )
     assert "verdict |\n|---|---|---|---|---|---|\n" in recipe_page(tiny(), done)
     unknown = recipe_page(tiny(), replace(done, samples={}))
-    assert "The record does not contain the size of the data, so no cell is compared." in unknown
+    assert "The record does not contain the size of the data, so no value is compared." in unknown
     assert not tiny().as_the_paper("full", {"digits": 1796})
 
 
@@ -202,7 +202,9 @@ def test_no_sentence_on_why_types_a_number() -> None:
 def test_every_paper_has_what_its_author_could_object_to_with_the_count_of_its_open_claims() -> None:
     text = generated()
     for sheet, part in zip(sheets(), text.split("\n## ")[1:], strict=False):
-        (line,) = [line for line in part.splitlines() if line.startswith("**Open objections of the authors.**")]
+        (line,) = [
+            line for line in part.splitlines() if line.startswith("**Objections that the authors might raise.**")
+        ]
         (count, asked) = map(int, re.findall(r"(\d+) of the (\d+) verdicts (?:is|are) open\.$", line)[0])
         cells = re.findall(
             r"papers/mark-([a-z]+)\.svg\) (?!not tested \(not covered\))", part.split("| claim |")[1].split("</div>")[0]
@@ -300,10 +302,10 @@ def test_a_verdict_on_less_than_the_paper_ran_says_so(monkeypatch: pytest.Monkey
 def test_what_more_seeds_may_decide_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
     level = numbers_of(list(as_run(one).numbers["few"]), [0.5, 0.7, 0.4, 0.6, 0.5], NEAR)
-    assert "may decide claims" not in only(monkeypatch, one, as_run(one))
+    assert "may settle claims" not in only(monkeypatch, one, as_run(one))
     text = only(monkeypatch, one, as_run(one, numbers=level))
-    assert "undecided or hold in part: [tiny](papers/tiny.md)." in text
-    assert "may decide claims" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
+    assert "undecided or hold only in part: [tiny](papers/tiny.md)." in text
+    assert "may settle claims" not in only(monkeypatch, one, as_run(one, numbers=level, seeds=list(range(20))))
 
 
 def test_of_recipes_at_full_length_the_one_least_favourable_to_the_claim_counts(
@@ -342,7 +344,7 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
         assert f") {word} |" in first
         assert ") not tested (not covered) |" in first
         counted = f"{missing} {'is' if missing == 1 else 'are'} not tested (not run)"
-        assert f"Fair: {1 + missing} of {1 + missing} claims. Of these, 1 holds, {counted}." in text
+        assert f"Fair: {1 + missing} of {1 + missing} claims are covered. Of these, 1 holds, {counted}." in text
 
 
 def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

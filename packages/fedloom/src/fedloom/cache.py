@@ -50,7 +50,7 @@ def keep(name: str, key: str, text: str) -> None:
 
 
 def fingerprint(places: Iterable[Path]) -> str:
-    """Return a digest of software versions, and of the name, size and modification time of every file at some paths.
+    """Return a digest of the software versions and of the name, size and modification time of every file at some paths.
 
     Args:
         places: paths of files or folders. A folder stands for all files below it. A path that does not exist is treated

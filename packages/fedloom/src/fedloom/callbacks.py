@@ -1,9 +1,10 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any ``f(state)``. It must not change the state. If a callback returns a sentence, the run ends after this
-round, and the models of this round are still evaluated. The sentence is stored in `Result.detail`. A callback that
-raises `fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` that a callback raises becomes a
-warning and a note in the result: the run continues and calls the callback again after the next round.
+A callback is any function with the signature ``f(state)``. Callbacks must not change the state. If a callback returns a
+sentence, the run ends after this round, and the models of this round are still evaluated. The sentence is stored in
+`Result.detail`. A callback that raises `fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` that
+a callback raises becomes a warning and a note in the result: the run continues and calls the callback again after the
+next round.
 
 If a callback's decisions depend only on ``state.records``, a restart does not affect them, because every checkpoint
 contains the records of all rounds. Anything that a callback stores in itself is lost at a restart. If a callback ended
@@ -46,7 +47,7 @@ class VirtualTime(Value):
 class History:
     """Callback that collects a run's measurements while the run is in progress.
 
-    After a restart, they include the measurements made before the restart.
+    After a restart, the measurements made before the restart are included.
 
     Args:
         show: function called with this history after every evaluation. In a notebook, use ``handle =
@@ -57,7 +58,7 @@ class History:
         self._show, self._records, self.round = show, Records(), 0
 
     def __call__(self, state: State) -> None:
-        """Record a round."""
+        """Record the measurements of a round."""
         self._records, self.round = state.records, state.round
         if self._show is not None and state.records.items and state.records.items[-1].round == state.round:
             self._show(self)

@@ -54,7 +54,7 @@ _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
 _FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
-"""Ordinary words with which a message may begin. They are not keys, options or code."""
+"""Pattern of an ordinary word with which a message may begin, as opposed to a key, an option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 """Keys of an experiment file that do not belong to any table."""
@@ -69,7 +69,7 @@ COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Word the errors raised in the block for an entry point, and yield True if the block is the outermost one.
+    """Adapt the wording of errors raised in the block to an entry point, and yield True if no other block surrounds it.
 
     The outermost entry point determines the wording. For example, if `compare` calls `simulate`, errors are worded for
     `compare`.
@@ -230,7 +230,7 @@ class ConfigError(FedloomError, ValueError):
     Args:
         message: description of the problem, its location and the given value.
         rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same at every entry point and in
-            every release. It is empty for errors that are not raised by the checks before the first round.
+            every release. The id is empty for errors that are not raised by the checks before the first round.
         fix: advice that may contain keys in braces (see `worded`). The message ends with this advice, in the notation
             of the entry point.
     """
@@ -252,6 +252,28 @@ class ConfigError(FedloomError, ValueError):
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error
+
+
+class Note(str):
+    """Note on data or a setting that also has the id of its check.
+
+    Attributes:
+        rule: id of the check, such as ``"parts-share-rows"``. The id is the same at every entry point and release.
+    """
+
+    rule: str
+
+    @classmethod
+    def create(cls, text: str, rule: str) -> Note:
+        """Return a note with the id of its check."""
+        note = cls(text)
+        note.rule = rule
+        return note
+
+
+def place_note(where: str, note: str) -> str:
+    """Return a note with its location in front. The id of its check is kept."""
+    return Note.create(f"{where}: {note}", note.rule) if isinstance(note, Note) else f"{where}: {note}"
 
 
 class InvalidValue(ConfigError):
@@ -304,7 +326,10 @@ class CheckpointError(FedloomError):
 
 
 class DiskError(CheckpointError):
-    """Failed write. The same operation may succeed later, once the disk has space or responds again."""
+    """Error raised if writing to a disk fails.
+
+    The same operation may succeed later, once the disk has space or responds again.
+    """
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -323,7 +348,10 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class CodeError(FedloomError):
-    """Error in the code of one part of a run, or an invalid result of this code. It may be the user's code."""
+    """Error in the code of one part of a run, or an invalid result of this code.
+
+    The code may have been written by the user.
+    """
 
 
 class FunctionError(CodeError):
@@ -437,7 +465,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Reason why a run ended. Its value is the sentence that users see.
+    """Reason why a run ended. The value of each member is the sentence that users see.
 
     The same reason leads to the same status in a simulation and in a deployment. Repeating a command resumes the run
     only if the status is "interrupted".
@@ -519,7 +547,7 @@ def direction_in(*names: object, hidden: bool = False) -> str:
     r"""Return a description of the first name with a bidirectional control character, or "" if no name contains one.
 
     Args:
-        names: the names.
+        names: names to check.
         hidden: True to report names with invisible characters too.
 
     >>> direction_in("age", "a\u202eb")[:23]

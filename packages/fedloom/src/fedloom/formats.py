@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 UNKNOWN_DASH = "\N{EN DASH}"
 """Text shown in place of an unknown number."""
 MIN_EXPONENT_VALUE = 1e6
-"""Mean from which exponent notation is used. For totals, this threshold is a thousand times larger."""
+"""Smallest mean that is written in exponent notation. For totals, this threshold is a thousand times larger."""
 ZERO_TOLERANCE = 1e-12
 """Largest absolute mean that is regarded as the rounding error of a sum that is exactly 0."""
 PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)

@@ -80,8 +80,7 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
 
 EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
 """Former defaults of those method options whose default has changed. Recorded documents that omit the option used the
-former
-default."""
+former default."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:
@@ -110,8 +109,8 @@ SHOWN_METHODS = 6
 """Maximum number of methods that a hint names."""
 
 Hint = Callable[[str, object], str]
-"""Function of a key and its value that returns the end of a sentence, which says where the key belongs. The text is
-empty if the key is unknown."""
+"""Function that is given a key and its value, and returns the end of a sentence that says where the key belongs. The
+text is empty if the key is unknown."""
 
 
 def nearest(got: object, allowed: Iterable[str]) -> str:
@@ -146,7 +145,7 @@ def unknown(
 ) -> ConfigError:
     """Return the error for an unknown name.
 
-    It suggests fedloom's name if there is one, else ``cure``, else the closest name.
+    The message suggests fedloom's own name for it if there is one, otherwise ``cure``, and otherwise the closest name.
     """
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
@@ -211,7 +210,7 @@ class Places:
         Args:
             key: the key, which may be the name that papers or other libraries use.
             value: value given for the key.
-            table: table in which the key was found. Empty outside tables.
+            table: table in which the key was found. Empty for a key outside tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [
@@ -231,7 +230,7 @@ class Places:
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
 
     def _place(self, key: str, value: object, table: str) -> str:
-        """Return a sentence end that says whether a key is an argument of its own, or which tables accept it."""
+        """Return the end of a sentence that says whether a key is an argument of its own, or which tables accept it."""
         line = f"{key} = {_toml(value)}" if self.file else f"{key}={value!r}"
         if (key in self.plain or (self.file and key in self.tables)) and (table or key not in self.keys):
             if not self.file:
@@ -263,7 +262,7 @@ class Places:
         return f"{table}={ {**named, key: value}!r}"
 
     def _option(self, key: str, value: object) -> str:
-        """Return a sentence end that names the methods that accept an option."""
+        """Return the end of a sentence that names the methods that accept an option."""
         methods = [name for name, options in self.methods.items() if key in options]
         if not methods:
             return ""

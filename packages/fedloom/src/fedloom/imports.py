@@ -31,7 +31,7 @@ __all__ = [
 
 
 VALUE_TYPES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
-"""Types whose values are fully described by their text."""
+"""Types whose values are fully determined by their text representation."""
 MAIN_MODULE = "__main__"
 """Name that Python gives the module of a script or notebook."""
 

@@ -16,7 +16,7 @@ is stored here."""
 
 
 def display() -> Any:
-    """Import and return the display module. It is slow to import and only needed to show results to users."""
+    """Import and return the display module. This module is slow to import and only needed to show results to users."""
     return import_module(DISPLAY_MODULE)
 
 

@@ -1,4 +1,4 @@
-"""Metrics: their names, titles, scales, directions and bounds, the metrics that decide, and summaries over clients.
+"""Metrics: names, titles, scales, directions and bounds, the metrics used for decisions, and summaries over clients.
 
 Every module that shows a metric, compares metrics or selects by a metric reads this table. A metric therefore means the
 same in a run, a search, a deployment and a report. The ``values`` arguments are float64 ``[n]``, one per client, with
@@ -80,8 +80,7 @@ METRICS = {
     "loss": Metric("Loss", higher=False),
 }
 """Metrics computed on the samples of one client (`fedloom.tasks`). Recall and precision are recorded per class. AUROC,
-AUPRC
-and F1 are recorded per label (`class_metric_name`)."""
+AUPRC and F1 are recorded per label (`class_metric_name`)."""
 
 FEDERATION_FIGURES = {
     "cd": Metric("Client disagreement", higher=False),
@@ -125,11 +124,11 @@ class Roles(NamedTuple):
 
     Attributes:
         page: metric shown first in tables and reports.
-        settings: metric by which `fedloom tune` compares settings. It is averaged over the clients for which it is
-            defined. AUROC is only defined if both classes occur.
-        client: metric by which the hybrid model chooses the better model for each client. It is the accuracy for
-            classes, as in FLAME's model selection, or the loss if a class may be rare, because accuracies are then
-            often equal.
+        settings: metric by which `fedloom tune` compares settings. The metric is averaged over the clients for which it
+            is defined. AUROC is only defined if both classes occur.
+        client: metric by which the hybrid model chooses the better model for each client. For classification, this is
+            the accuracy, as in FLAME's model selection. If a class may be rare, it is the loss, because accuracies are
+            then often equal.
     """
 
     page: str
@@ -146,13 +145,14 @@ TASK_ROLES = {
     "count": Roles("deviance", "deviance", "deviance"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""Deciding metrics by task. "imbalanced" stands for tasks with several classes for which balanced accuracy is measured.
-If the deciding metric was not measured, the loss decides."""
+"""Metrics used for decisions, keyed by task. "imbalanced" stands for tasks with several classes for which balanced
+accuracy is measured. If the metric for a decision was not measured, the loss is used instead."""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
 }
-"""Metrics other than the loss that may be used to make a choice. Their spread over clients is recorded."""
+"""Metrics that may be used for a decision, in addition to the loss. The spread of these metrics over clients is
+recorded."""
 
 SUMMARY_METRICS = tuple(
     name for name in METRICS if name == "loss" or any(name in roles for roles in TASK_ROLES.values())
@@ -161,7 +161,7 @@ SUMMARY_METRICS = tuple(
 
 
 def leading(names: Collection[str], role: Literal["page", "settings", "client"] = "page") -> str:
-    """Return that one of the measured metrics by which decisions are made.
+    """Return the metric used for decisions, chosen from those that were measured.
 
     >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
     ('auroc', 'loss', 'loss')
@@ -285,7 +285,7 @@ def jain(values: Values) -> float:
 def disagreement(values: Values) -> float:
     """Return the client disagreement CD (Equitable-FL, Eq. 9): the sum of |l_i - l_j| over ordered pairs / binom(r, 2).
 
-    It equals twice the mean absolute difference between two clients. The paper sums over the r participants of a round.
+    CD equals twice the mean absolute difference between two clients. The paper sums over the r participants of a round.
     The recorded value is the sum over all clients, including those that did not take part in the round, so that rounds
     and methods are comparable.
     """
@@ -303,7 +303,7 @@ def disagreement(values: Values) -> float:
 def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
     """Return the normalized mutual information of two labelings, in [0, 1] (Equitable-FL, Fig.
 
-    2). It is 1 if the labelings are equal up to renaming.
+    2). The result is 1 if the labelings are equal up to renaming.
     """
     from sklearn.metrics import normalized_mutual_info_score
 

@@ -2,8 +2,8 @@
 
 This module also checks the paths of files and folders that a caller passes.
 
-Simulations and deployments write run directories. Reports, `watch` and runs that are opened again read them. All of
-these use the names and values in this module, which does not import torch.
+Simulations and deployments write run directories. These directories are read by reports, by `watch` and by runs that
+are opened again. All of these use the names and values in this module, which does not import torch.
 """
 
 from __future__ import annotations
@@ -175,11 +175,12 @@ ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
 class RunRecord(_Recorded):
     """Record of one method's run with one seed.
 
-    ``diverged`` is the round in which divergence was detected. It may be set for a run that reached its last round.
+    ``diverged`` is the round in which divergence was detected. ``diverged`` may also be set for a run that reached its
+    last round.
 
-    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). It is None in older run directories.
-    ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand for them in
-    the metrics.
+    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). The role is None in older run
+    directories. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand
+    for them in the metrics.
     """
 
     method: str

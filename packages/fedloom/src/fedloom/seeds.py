@@ -9,8 +9,8 @@ bits). For a run with 10^10 < 2^34 streams (10^5 rounds with 10^3 clients and 10
 2^-61. A module that draws directly on a GPU receives the 124 bits of state that CUDA's generator can store. For up to
 2^32 such streams, the probability that two are equal is below 2^-60.
 
-These generators are meant for simulation. They are not cryptographically secure: for real data, noise comes from
-`fedloom_sites.deploy.noise`.
+These generators are meant for simulation. The generators are not cryptographically secure: for real data, noise comes
+from `fedloom_sites.deploy.noise`.
 """
 
 from __future__ import annotations

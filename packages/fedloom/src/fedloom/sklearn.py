@@ -44,7 +44,7 @@ Some = NDArray[Any]
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """Common base class of the estimators. `FederatedClassifier` describes it."""
+    """Common base class of the estimators. `FederatedClassifier` describes the arguments."""
 
     def __init__(
         self,
@@ -159,20 +159,20 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
     Args:
         method: name of a method shown by ``fedloom list``, or a value of `fedloom.algorithms`.
-        rounds: communication rounds.
+        rounds: number of communication rounds.
         lr: learning rate of local training.
         epochs: number of passes over a client's rows in each round.
-        batch_size: number of rows in each step. None: all rows of a client.
+        batch_size: number of rows in each step. If None, each step uses all rows of a client.
         model: name or value of `fedloom.models`, an `nn.Module`, or a function that returns a module.
         clients: number of clients to which rows are assigned at random if no groups are given.
-        random_state: an int, or a generator from which an int is drawn. It determines every random choice.
+        random_state: an int, or a generator from which an int is drawn. This number determines every random choice.
         settings: other options of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
             or value for ``local``, ``evaluate`` or ``engine`` changes only the options that are set in it.
 
     Attributes:
-        models_: the model of each client, keyed by group name, and under None the global model, if the method trains
-            one.
-        classes_: classes ``[C]``.
+        models_: the model of each client, keyed by group name. If the method trains a global model, it is stored under
+            None.
+        classes_: names of the classes ``[C]``.
         notes_: notes about columns with possible problems, such as row numbers or copies of the target.
     """
 
@@ -185,7 +185,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             groups: group that each row belongs to ``[N]``. The groups are the clients of the federation. If None, rows
                 are randomly assigned to `clients` groups.
             subjects: patient, or similar unit, that each row belongs to ``[N]``. All rows of a subject are assigned to
-                the same client. For cross-validation, pass them to the splitter: ``cross_val_score(...,
+                the same client. For cross-validation, pass the subjects to the splitter: ``cross_val_score(...,
                 groups=subjects, cv=GroupKFold())``.
 
         Raises:
@@ -216,7 +216,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
         """Return predicted probabilities ``[N, C]``, with the classes in the order of ``classes_``.
 
-        Arguments as `predict`.
+        The arguments are those of `predict`.
         """
         return self._scores(X, groups)
 

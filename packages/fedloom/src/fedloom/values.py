@@ -56,12 +56,12 @@ class Value(BaseModel, metaclass=Face):
     free: ClassVar[tuple[str, ...]] = ()
     """Fields that never change the numeric results of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that only have an effect together with another field. Each is mapped to the other field's name and
+    """Fields that only have an effect together with another field. Each field is mapped to the other field's name and
     required values.
 
     If no values are listed, the other field may have any value except its default. The other field may be a key of
-    ``[local]``,
-    such as "local.weight_decay". A note is added to the run's result if such a field is set but has no effect."""
+    ``[local]``, such as "local.weight_decay". A note is added to the run's result if such a field is set but has no
+    effect."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names that papers use for the fields, mapped to the names of the fields. A caller may use these names
     too."""
@@ -109,7 +109,7 @@ class Value(BaseModel, metaclass=Face):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """Return a copy of the value, validated if any fields change. `copy.replace` calls this."""
+        """Return a copy of the value, validated if any fields change. `copy.replace` calls this method."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
@@ -237,7 +237,7 @@ def make(
         make_value: class of the value, or function that returns a preset.
         options: keys and values of the table.
         where: file and table that contain the options, used in the message.
-        fields: allowed keys.
+        fields: keys that are allowed.
         hint: function that says where a key belongs that is not allowed here.
 
     Raises:

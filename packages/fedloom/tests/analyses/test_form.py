@@ -93,7 +93,7 @@ class Writing(Quantiles):
         (First, "union"),
         (Chatty, "union"),
         (Narrow, "finishes"),
-        (Undeclared, "declared"),
+        (Undeclared, "finishes"),
         (Writing, "finishes|pure|union"),
     ],
 )

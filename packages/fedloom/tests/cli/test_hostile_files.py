@@ -17,8 +17,7 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from fedloom import load
-from fedloom.data.sources.table import cells
-from fedloom.data.sources.table import reading as table_reading
+from fedloom.data.sources.table import cells, conversion
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.storage import read_toml
@@ -212,7 +211,7 @@ def test_very_many_columns_are_refused_and_many_are_read(monkeypatch: pytest.Mon
     header = ",".join(f"c{k}" for k in range(300))
     Path("t.csv").write_text(f"{header}\n" + "1," * 299 + "0\n" + "2," * 299 + "1\n")
     assert load("./t.csv").x.shape == (2, 299)
-    monkeypatch.setattr(table_reading, "MOST_COLUMNS", 299)
+    monkeypatch.setattr(conversion, "MOST_COLUMNS", 299)
     assert "300 columns, but fedloom reads at most 299" in said("data", "./t.csv")
 
 

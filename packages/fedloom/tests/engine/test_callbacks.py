@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from fedloom.engine.records import Record, Records
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Refused, Stop
+from fedloom.lab.report.notebook import notebook_page
 from fedloom.local import LocalSGD
 
 
@@ -143,6 +145,11 @@ def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
     assert {p["round"] for p in points} == {0, 2, 4}
     with pytest.raises(ConfigError, match="'auroc' on the part 'test' was not measured"):
         result.chart("auroc")
+    table = result.table()
+    masked = table.filter(pc.match_substring(table["metric"], "/weighted"))  # as a run under secure sums has
+    shown = notebook_page(masked, "masked")
+    assert "<svg" in shown
+    assert shown.count("<td>personal</td>") == 1
 
 
 def test_a_result_of_one_evaluation_has_no_curve(fed: Federation) -> None:

@@ -386,11 +386,13 @@ def lines(capsys: pytest.CaptureFixture[str], *events: Event, rounds: dict[str, 
 FIGURES = {5: {"global/validation/loss/mean": 0.5, "global/validation/accuracy/mean": 0.81}}
 
 
+@pytest.mark.parametrize("mean", ["mean", "weighted"])
 def test_figures_of_an_earlier_evaluation_carry_their_round(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, mean: str
 ) -> None:
+    """A run under secure sums has means over samples only."""
     monkeypatch.setattr("fedloom.lab.progress.SECONDS_PER_LINE", 0.0)
-    run = Event("a", 0, 20, 5, FIGURES)
+    run = Event("a", 0, 20, 5, {5: {name.replace("mean", mean): value for name, value in FIGURES[5].items()}})
     said = lines(capsys, run, run._replace(round=7, figures={}), rounds={"a": 20})
     assert said == [
         "a, seed 0: round 5/20, global validation loss 0.5, accuracy 0.81",

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, FedAvg, Mean
 from fedloom.choose import Sampler, UniformWeigher, Weigher
-from fedloom.data.partitions._base import Draw, Pool, Sized
+from fedloom.data.partitions._base import Sized
 from fedloom.data.partitions.deal import Dealt
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.aggregators import Aggregator
 from fedloom.rows.attacks import Forgery

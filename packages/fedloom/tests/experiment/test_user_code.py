@@ -20,8 +20,8 @@ from fedloom import load, metrics, open_run, partitions
 from fedloom.algorithms import Delta, FedAvg, Kept, Mean, Model
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.data import Source
-from fedloom.data.partitions._base import Draw
 from fedloom.data.partitions.deal import Dealt
+from fedloom.data.partitions.pools import Draw
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError

@@ -191,7 +191,7 @@ def test_bytes_with_noise_of_a_partition_were_bytes() -> None:
 
 CURE = re.compile(
     r"(numpy\.moveaxis\(x, -1, 1\)|\(x \* 255\)\.round\(\)\.astype\('uint8'\)|x\.astype\('\w+'\)|x\.clip\(0, 1\)|"
-    r"x / \d+)"
+    r"x / \d+|x\[None\]|x\.reshape\([-\d, ]+\))"
 )
 
 
@@ -209,6 +209,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "16 bits": (BYTES.astype(np.uint16) * 257, r"got uint16 values from 0 to 65535; pass floats: x divided"),
     "a rounding above 1": (FLOATS * np.float32(1 + 1.2e-7), r"from 0 to 1.00000012; they exceed the range by rounding"),
     "a rounding below 0": (FLOATS - np.float32(1e-7) * (FLOATS == 0), r"from -1.00000001e-07 to 1; they exceed"),
+    "flat": (BYTES.reshape(48, -1), "samples have shape 60, but the model takes 3x5x4. If the order of the values"),
     "channels last": (LAST, "samples have shape 5x4x3, but the model takes 3x5x4. The channels are last"),
 }
 
@@ -219,7 +220,7 @@ def test_other_numbers_are_refused_with_a_cure_that_works(case: str, of_bytes: M
     with pytest.raises(DataError, match=words) as error:
         of_bytes.predict(given)
     np.testing.assert_allclose(of_bytes.predict_proba(cured(error, given)), of_bytes.predict_proba(BYTES), atol=5e-3)
-    if case != "channels last":  # of which fl.Dataset.create asks
+    if case not in ("channels last", "flat"):  # of which fl.Dataset.create asks
         for entrance in (of_bytes.model("global").score, of_bytes.adapt):
             with pytest.raises(DataError, match=words) as error:
                 entrance((given, Y))  # type: ignore[operator]
@@ -305,9 +306,32 @@ def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
         one.scores(torch.from_numpy(BYTES).long())
 
 
-def test_whole_numbers_go_to_a_model_of_floats_as_in_training(of_floats: Models) -> None:
-    whole = BYTES.astype(np.int32)
-    np.testing.assert_array_equal(of_floats.predict_proba(whole), of_floats.predict_proba(LARGE))
+@pytest.mark.parametrize("given", [BYTES.astype(np.int32), BYTES.astype(np.uint16) * 257, BYTES > 128])
+def test_integers_are_accepted_by_a_model_of_integers_only(given: Any, of_floats: Models) -> None:
+    """Floats from 0 to 1 may have come from them, which no one knows."""
+    with pytest.raises(DataError, match=r"samples are \w+, but the model was trained on floats") as error:
+        of_floats.predict(given)
+    assert len(of_floats.predict(cured(error, given))) == 48
+    models = trained((given, Y))
+    np.testing.assert_array_equal(models.predict_proba(given), models.predict_proba(given.astype(np.float32)))
+
+
+def test_pictures_and_arrays_in_a_list_are_read_as_by_a_torch_data_set() -> None:
+    """A palette was read as gray levels, and bytes beside floats from 0 to 1 as floats up to 255."""
+    palette = [picture.convert("P") for picture in pictures()]
+    want = fl.Dataset.create(Samples(lambda i: (palette[i], int(Y[i]))))
+    for given in ((palette, Y), {"x": palette, "y": Y}, {"train": (palette, Y)}):
+        assert torch.equal(fl.Dataset.create(given).x, want.x)
+    assert torch.equal(fl.Dataset.create(pictures(), Y).x, torch.from_numpy(BYTES))
+    for first, second in ((BYTES, FLOATS), (torch.from_numpy(BYTES), torch.from_numpy(FLOATS))):
+        mixed = [*first[:1], *second[1:]]
+        with pytest.raises(DataError, match=r"sample 0 is bytes \(uint8\), but sample 1 is"):
+            fl.Dataset.create((mixed, Y))
+
+
+def test_the_byte_order_of_a_file_changes_nothing(of_bytes: Models, tmp_path: Path) -> None:
+    data = fl.load(saved(tmp_path, x=FLOATS.astype(">f4"), y=Y.astype(">i8")))
+    assert of_bytes.model("global").score(data) == of_bytes.model("global").score((FLOATS, Y))
 
 
 def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models, tmp_path: Path) -> None:

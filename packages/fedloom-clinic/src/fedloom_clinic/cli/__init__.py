@@ -1,4 +1,4 @@
-"""Commands that this package adds to ``fedloom``."""
+"""Commands that this package adds to the command ``fedloom``."""
 
 from fedloom_clinic.cli import cox, glm, init
 

@@ -1,4 +1,7 @@
-"""``fedloom cox``: regression of a time to an event over sites, by sums whose fit equals the pooled fit."""
+"""Command ``fedloom cox``: Cox regression computed from sums over sites.
+
+The result equals that of the pooled rows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def cox(
 ) -> None:
     """Fit a Cox regression over the sites of a table.
 
-    The fit uses sums alone. Hazard ratios are printed with intervals.
+    The fit uses only sums. Hazard ratios are printed with confidence intervals.
 
     Example: fedloom cox patients.toml --time followup_days --event died --stratify
     """

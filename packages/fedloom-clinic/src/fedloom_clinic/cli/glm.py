@@ -1,4 +1,7 @@
-"""``fedloom glm``: linear, logistic and Poisson regression over sites, by sums whose fit equals the pooled fit."""
+"""Command ``fedloom glm``: linear, logistic and Poisson regression computed from sums over sites.
+
+The result equals that of the pooled fit.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ def glm(
 ) -> None:
     """Fit a regression over the sites of a table.
 
-    The fit uses sums alone. Named coefficients are printed with intervals.
+    The fit uses only sums. Coefficients are printed with their names and confidence intervals.
 
-    The regression is logistic for a binary task, Poisson for counts, and otherwise linear.
+    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
 
     Example: fedloom glm patients.toml --by-client
     """

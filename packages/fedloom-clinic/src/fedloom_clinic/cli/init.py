@@ -1,4 +1,4 @@
-"""``fedloom init``: surveys a table, reports every finding at once, and drafts an experiment file that runs."""
+"""Command ``fedloom init``: examines a table, reports all findings, and drafts an experiment file that runs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def init(
 ) -> None:
     """Examine a table and draft an experiment file.
 
-    All findings about the table are reported together. The draft can be run unchanged unless questions remain. In this
-    case, the file contains the questions, with the options that answer them.
+    All findings about the table are reported together. The draft can be run without changes unless questions remain. If
+    questions remain, the file contains them together with the options that answer them.
 
     Example: fedloom init patients.csv --client-column hospital --target died
     """
@@ -104,7 +104,7 @@ def init(
 
 
 def _try(text: str, place: Path) -> Dataset:
-    """Return the data, read with the draft's options, so that every written draft runs."""
+    """Read the data with the draft's options and return it. This guarantees that a draft runs before it is written."""
     from fedloom.lab.experiment import parse
 
     document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}

@@ -28,10 +28,10 @@ Strength = Annotated[
 
 
 def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
-    """Return the value of --strength. None if there is no ridge.
+    """Return the value of --strength. Return None if the penalty is not a ridge.
 
     Raises:
-        ConfigError: the value is neither a number above 0 nor cv, or there is no ridge.
+        ConfigError: the value is neither a number above 0 nor cv, or the penalty is not a ridge.
     """
     from fedloom_clinic.fits.penalty import check_penalty
 
@@ -44,7 +44,7 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 
 
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
-    """Write a sentence about the penalty of a regression and its intervals."""
+    """Print a sentence about the penalty of a regression and the meaning of its intervals."""
     if ridge is not None:
         say(f"{ridge.words}. Standard errors belong to the penalized likelihood and ignore the bias due to shrinkage")
     elif penalty == "firth":

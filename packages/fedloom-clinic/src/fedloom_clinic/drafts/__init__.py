@@ -1,1 +1,1 @@
-"""Drafts of experiment files: the survey of a table, the roles of its columns, and its questions."""
+"""Drafts of experiment files, based on a survey of a table, the roles of its columns, and questions to the user."""

@@ -1,4 +1,4 @@
-"""Survey of a table before its columns receive roles: kinds of columns, faults and notes."""
+"""Survey of a table before roles are assigned to its columns: kinds of columns, problems and notes."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ SITE_WORDS = words(
     "machine writer speaker user klinik klinikum krankenhaus standort praxis zentrum hopital clinique ospedale clinica "
     "centro ziekenhuis szpital sjukhus 医院 больница"
 )
-"""Words for organizations that keep rows. A ward, region, country or group is a trait of the row, so the survey only
-mentions it."""
+"""Words for organizations that collect rows. A ward, region, country or group is a property of a row, so the survey
+only mentions it as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
-"""Words for traits of a row that may also be its site."""
+"""Words for properties of a row that may also be the row's site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
-"""Members of `SITE_WORDS` that also mean years of schooling, exercise, confidence, or an account."""
+"""Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
-"""Words that turn a neighboring word in `AMBIGUOUS_WORDS` into an organization."""
+"""Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
 NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words that leave the meaning of a neighboring word in `SITE_WORDS` unchanged.
+"""Words next to a word in `SITE_WORDS` that leave its meaning unchanged.
 
 Any other word, as in hospital_expire_flag, may change the meaning.
 """
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Column names for counts of sites."""
+"""Pattern of column names that mean a number of sites."""
 
 
 class Survey:
     """Survey of a table.
 
     Args:
-        path: file that contains the table. fedloom detects the separator and the decimal sign of a CSV file.
-        options: options for the file, such as ``skip`` or ``sheet``.
+        path: file that contains the table. For a CSV file, the separator and the decimal sign are detected.
+        options: options for reading the file, such as ``skip`` or ``sheet``.
 
     Raises:
         DataError: the file does not exist or is not a table, rows differ in length, or several columns have the same
@@ -99,20 +99,20 @@ class Survey:
         self.rows = len(next(iter(cells.values())))
 
     def column(self, name: str, what: str) -> ColumnProfile:
-        """Return a column by name.
+        """Return the column that has a given name.
 
         Raises:
-            ConfigError: the table contains no column of this name.
+            ConfigError: the table has no column of this name.
         """
         if name not in self.columns:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the columns that name a row's site, and the columns that may name it.
+        """Return the columns that name the site of a row, and the columns that may name it.
 
         Args:
-            excluded: target and its event, which are not sites.
+            excluded: the target and its event, which cannot be sites.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -132,12 +132,12 @@ class Survey:
         return sure, doubtful
 
     def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the column that names a row's subject, and other possible columns.
+        """Return the column that names the subject of a row, and other columns that may name it.
 
-        A patient has several stays, and not the reverse.
+        If a table has patients and stays, the subject is the patient, because a patient has several stays.
 
         Args:
-            excluded: target, its event and the sites of rows.
+            excluded: the target, its event and the sites of rows.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -150,7 +150,7 @@ class Survey:
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of columns with equal cells: each later column together with the first."""
+        """Yield pairs of columns with equal cells: each later column together with the first of them."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()
@@ -160,18 +160,18 @@ class Survey:
 
 
 def names_person(name: str) -> bool:
-    """Return True if a name can only mean the number of a person, unlike ``stays_in_week_nights``."""
+    """Return True if a name can only mean a number that identifies a person, unlike ``stays_in_week_nights``."""
     return all(
         PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in split_words(name)
     )
 
 
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
-    """Return True if rows with the same level of another column always share a single level of this column."""
+    """Return True if rows with the same level of the other column always have the same level of this column."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)
 
 
 def split_words(name: str) -> list[str]:
-    """Return the words of a name such as ``hospital_id`` or ``hospitalId``, in lower case."""
+    """Return the words in a name such as ``hospital_id`` or ``hospitalId``, in lower case."""
     return [word.lower() for word in re.findall(r"[^\W\d_a-z]?[^\W\d_A-Z]+|[^\W\d_a-z]+", name)]

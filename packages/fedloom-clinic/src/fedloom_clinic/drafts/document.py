@@ -1,4 +1,4 @@
-"""Experiment file of a draft as text, with a comment on each choice."""
+"""Text of a drafted experiment file, with a comment on each choice."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from fedloom.data.survey.facts import ColumnProfile
 from fedloom_clinic.drafts.columns import Survey
 
 MIN_SITE_ROWS = 5
-"""Smallest number of rows for a site to take part. Fewer rows are too few to scale a column."""
+"""Minimum number of rows with which a site takes part. With fewer rows, columns could not be scaled reliably."""
 MAX_SHOWN_NAMES = 8
-"""Largest number of names in a sentence."""
+"""Maximum number of names that a sentence lists."""
 QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters from which on a list is written on several lines."""
+"""Number of characters from which on a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):
-    """Roles of a table's columns in an experiment.
+    """Roles of the columns of a table in an experiment.
 
     Attributes:
         survey: survey of the table.
-        task: task that the target defines.
-        target: column to predict. None if a question asks for it.
-        event: column with 1 for an event, if the target is a time.
-        site: column that names each row's site.
-        categorical: names of the text columns.
-        drop: omitted columns, with the reasons.
+        task: task that follows from the target.
+        target: column to predict. If None, the draft asks the user for the target.
+        event: column that is 1 for an event, if the target is a time.
+        site: column that names the site of each row.
+        categorical: names of the columns with text.
+        drop: columns that are left out, with the reasons.
         missing: cells that mean missing, in addition to the usual markers.
-        impute: True if cells of features are missing.
-        shifts: sites whose numbers may be in a different unit, by column.
-        clients: number of clients if no column names a site.
+        impute: True if some cells of features are missing.
+        shifts: sites whose numbers may be in a different unit, for each column.
+        clients: number of clients, used if no column names a site.
         width: number of features.
-        questions: questions that people must answer before the draft runs.
-        subject: column that names each row's subject.
-        order: column of dates that may give the order of rows. The draft proposes it.
+        questions: questions that users must answer before the draft can be run.
+        subject: column that names the subject of each row.
+        order: column of dates that may define the order of rows. The draft only proposes this order.
     """
 
     survey: Survey
@@ -63,12 +63,12 @@ class ColumnRoles(NamedTuple):
 
 
 def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
-    """Return the experiment file of a draft as text.
+    """Return the text of a drafted experiment file.
 
     Args:
-        roles: roles of the table's columns.
-        place: location of the file.
-        agreement: document about the meaning of the columns. None: inferred from the file.
+        roles: roles of the columns.
+        place: path of the file.
+        agreement: document that states the meaning of the columns. If None, the meaning is inferred from the table.
     """
     numeric = roles.task not in CLASS_TASKS
     if roles.site is not None:
@@ -111,17 +111,17 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
 
 
 def _step(roles: ColumnRoles) -> float:
-    """Return a step size that is small enough for scaled features.
+    """Return a step size that is small enough if features are scaled.
 
-    The curvature of a classification loss is smaller than the curvature of a regression loss. The curvature of the loss
-    for times is proportional to the share of events.
+    The loss of a classification has a smaller curvature than that of a regression. The curvature of the loss of a
+    survival task is proportional to the fraction of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
     return 0.1 if roles.task in CLASS_TASKS else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
 
 
 def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
-    """Return the table of the data."""
+    """Return the ``[data]`` table of the experiment file."""
     survey = roles.survey
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
@@ -147,7 +147,7 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
 
 
 def _notes(roles: ColumnRoles) -> dict[str, str]:
-    """Render the comments on the keys of the data."""
+    """Return the comments on the keys of the ``[data]`` table."""
     return {
         "source": "from the folder in which you run fedloom",
         "target": "what is predicted",
@@ -165,9 +165,9 @@ def _notes(roles: ColumnRoles) -> dict[str, str]:
 
 
 def _proposals(roles: ColumnRoles) -> str:
-    """Return comments on the order of rows, and on known factors for sites that may use a different unit.
+    """Return comments that propose an order of rows, and factors for sites that may use a different unit.
 
-    The draft does not apply any of these comments.
+    The draft does not apply these proposals.
     """
     proposed = ""
     if roles.order is not None:
@@ -189,17 +189,17 @@ def _proposals(roles: ColumnRoles) -> str:
 
 
 def _bare(text: str) -> str:
-    """Return text that fits into a comment."""
+    """Return a text in a form that fits into a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def rounded(value: float) -> float:
-    """Return a number rounded to three digits, in the usual notation."""
+    """Return a number rounded to three significant digits, without an exponent."""
     return float(f"{value:.3g}")
 
 
 def _inline(table: dict[str, Any]) -> str:
-    """Render a table on one line."""
+    """Return a TOML table on a single line."""
     cells = (
         f"{tomli_w.dumps({key: 0})[: -len(' = 0') - 1]} = {_inline(cell) if isinstance(cell, dict) else cell}"
         for key, cell in table.items()
@@ -208,7 +208,7 @@ def _inline(table: dict[str, Any]) -> str:
 
 
 def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
-    """Return the keys of a table, each with its comment."""
+    """Return the keys of a TOML table on separate lines, each with its comment."""
     lines = []
     for key, value in values.items():
         text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)

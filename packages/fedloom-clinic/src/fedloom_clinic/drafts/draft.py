@@ -1,4 +1,4 @@
-"""Draft of an experiment file from the contents of a table, and sentences that explain the draft."""
+"""Draft of an experiment file, based on the content of a table, with sentences that explain the draft."""
 
 from __future__ import annotations
 
@@ -35,33 +35,33 @@ from fedloom_clinic.drafts.columns import Survey, names_person
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
-"""Smallest number of rows in a federation, and in a class that is not rare."""
+"""Minimum number of rows in a federation, and in a class that is not regarded as rare."""
 SUSPICIOUS_SCORE = 0.95
 """AUROC or R2 of a single column from which on the report mentions the column.
 
-`DOUBTFUL_IF_LATER` applies instead if the column's name matches `LATER_NAME_PATTERN`.
+If the name of the column matches `LATER_NAME_PATTERN`, the limit is `DOUBTFUL_IF_LATER` instead.
 """
 DOUBTFUL_IF_LATER = 0.75
 
 
 class Draft:
-    """Roles of a table's columns.
+    """Draft of an experiment file, with the roles of a table's columns.
 
     Args:
         survey: survey of the table.
-        by: column that names each row's site. None: the draft detects the column. Empty: no column.
-        target: column to predict. None: the draft detects the column.
-        event: column with 1 for an event, if the target is a time to the event. None: the draft detects the column.
-            Empty: no column.
-        subject: column that names each row's subject, if a subject has several rows. None: the draft detects the
-            column. Empty: no column.
+        by: column that names the site of each row. If None, the column is detected. If empty, no column names the site.
+        target: column to predict. If None, the column is detected.
+        event: column that is 1 for an event, if the target is the time to an event. If None, the column is detected. If
+            empty, there is no column of events.
+        subject: column that names the subject of each row, if a subject may have several rows. If None, the column is
+            detected. If empty, no column names the subject.
 
     Attributes:
-        report: sentences on notable findings.
+        report: sentences about the findings.
 
     Raises:
-        ConfigError: a column does not exist, a target cannot be learned, or no feature remains.
-        DataError: the table contains too few rows.
+        ConfigError: a column does not exist, the target cannot be learned, or no feature remains.
+        DataError: the table has too few rows.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class Draft:
 
     @property
     def chosen(self) -> tuple[str | None, str | None, str | None]:
-        """Names of the target, the event and the site. Unknown names are omitted."""
+        """Names of the target, the event and the site. A name is None if it is unknown."""
         target, event, site = (None if c is None else c.name for c in (self._target, self._event, self._site))
         return target, event, site
 
     @property
     def asks(self) -> bool:
-        """True if the target is unknown, so that no data set can be read with the draft."""
+        """True if the target is unknown, so that the draft cannot be used to read a data set."""
         return self._target is None
 
     @property
     def _classes(self) -> ColumnProfile | None:
-        """Column with the classes that every site needs: the target, or the events that belong to times.
+        """Column whose classes must occur at every site, which is the target or the event that belongs to a time.
 
-        None for measurements.
+        None if the target is a measurement.
         """
         if self._event is not None:
             return self._event
@@ -169,7 +169,7 @@ class Draft:
             )
 
     def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
-        """Ask about classes that may be markers of missing cells or a row of totals."""
+        """Add a question about classes that may stand for missing cells or for a row of totals."""
         if target.kind != "number" or len(classes) < 3:
             return
         numbers = dict(sorted((float(name), name) for name in classes))
@@ -195,11 +195,11 @@ class Draft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """Target and its event. Missing columns are omitted."""
+        """Target and event, if they are known. Missing columns are omitted."""
         return [column for column in (self._target, self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
-        """Choose the column that names the subject of a row. A column of sites is not chosen."""
+        """Choose the column that names the subject of a row. A column that names sites is not chosen."""
         survey = self._survey
         roles = [column.name for column in self._outcome]
         sites = survey.sites(roles)[0] if by is None else [by]
@@ -246,7 +246,7 @@ class Draft:
             has_target &= subject.cells != ""
 
         def sizes(site: ColumnProfile) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
-            """Return the levels of a column, with the number of rows, or subjects, of each."""
+            """Return the levels of a column, with the number of rows, or of subjects, that have each level."""
             here = has_target & (site.cells != "")
             if subject is None:
                 return np.unique(site.cells[here].astype(str), return_counts=True)
@@ -304,7 +304,7 @@ class Draft:
         self._report_gaps(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
-        """Ask about the rarest class: its rows by site, and the sites that have few of them."""
+        """Add a question about the rarest class, which states its rows by site and the sites that have few of them."""
         counts = by_site.events(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
         rare = min(totals, key=lambda name: totals[name])
@@ -378,14 +378,14 @@ class Draft:
 
     @staticmethod
     def _clashes(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
-        """Return, for each number that means missing in one column, the columns in which it is an ordinary number."""
+        """Return numbers that mean missing in some column, each with the columns in which it is an ordinary number."""
         marks = {level for c in numbers for level in c.extremes}
         return {
             mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks
         }
 
     def _reason_to_drop(self, c: ColumnProfile, twins: dict[str, str]) -> str:
-        """Return the reason why a column is not a feature."""
+        """Return the reason why a column is not used as a feature, or "" if it is a feature."""
         if c.kind == "empty":
             return "empty"
         if c.constant:
@@ -420,21 +420,21 @@ class Draft:
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
-        """Return "classification" if the column provides the classes of the outcome, otherwise "regression"."""
+        """Return "classification" if the column contains the classes of the outcome, else "regression"."""
         return "classification" if column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:
-        """Levels that may mean missing."""
+        """Report the levels of a column that may mean missing."""
         if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
             self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, based on the drafted data.
 
-        Units are left open, and ranges are taken from the table.
+        The agreement leaves units open and takes ranges from the table.
 
         Args:
-            data: data as read with the draft.
+            data: data that were read with the draft.
         """
         assert isinstance(data.prepare, Table)
         ranges = []
@@ -453,7 +453,7 @@ class Draft:
         return agreed.drop_rare_levels({c.name: survey_levels(self._survey.columns[c.name], subject) for c in columns})
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
-        """Render the experiment file, see `experiment_file`."""
+        """Return the text of the experiment file, see `experiment_file`."""
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
             self._impute, self._shifts, self._clients, self._width, self.questions, self._subject, self._order,
@@ -462,7 +462,7 @@ class Draft:
 
 
 def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
-    """Return a sentence for each column with levels that are missing from an agreement.
+    """Return a sentence for each column that has levels which an agreement does not name.
 
     Args:
         data: data with all levels.
@@ -480,7 +480,7 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
 
 
 def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -> dict[str, int]:
-    """Return the number of rows, or subjects, for each level of a column, by the level's name in data sets."""
+    """Return the number of rows, or of subjects, for each level of a column. Levels are named as in data sets."""
     counts = Counter[str]()
     if subject is not None:
         pairs = {*zip(column.cells.tolist(), subject.cells.tolist(), strict=True)}

@@ -1,6 +1,6 @@
-"""Outcome of a table: its target, and the event that belongs to a time.
+"""Outcome of a table, which is its target together with the event that belongs to a time.
 
-The outcome is chosen if the evidence is clear. Otherwise the draft asks for it.
+The outcome is chosen if the evidence for it is clear. Otherwise, the draft asks the user for it.
 """
 
 from __future__ import annotations
@@ -24,58 +24,63 @@ TIME_PATTERN = re.compile(
     r"([_\W]|\d?$)|^t\d?$|^tt[a-z]$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$|^life(time|span)?$",
     re.IGNORECASE,
 )
-"""Names of times to an event."""
+"""Pattern of names that mean a time to an event."""
 FOLLOW_UP = re.compile(
     r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration|[op]?fs|os)$",
     re.IGNORECASE,
 )
-"""Names for the time under observation, as opposed to other times such as the time from diagnosis to start."""
+"""Pattern of names that mean the time under observation, as opposed to other times such as the time from diagnosis to
+treatment."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
-"""Names of times that only survival tables contain. If a table contains only other times, a column of deaths may be a
-class to predict."""
+"""Pattern of names of times that occur only in survival tables. If a table has only other times, a column of deaths may
+be a class to predict."""
 EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
 )
-"""Names of columns with 1 for an event. A column with `cens` in its name may have either meaning, so people must
-specify the meaning."""
+"""Pattern of names of columns that are 1 for an event. A column with `cens` in its name may have either meaning, so the
+user must state the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
-"""Names that, by convention in survival data, mean 1 = event, 0 = censored. ``censored`` may mean the opposite."""
+"""Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
+``censored`` may mean the opposite."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Smallest probability of a longer censored time than event time at which the convention counts as confirmed.
+"""Probability from which on the convention is regarded as confirmed. This is the probability that a censored time is
+longer than the time of an event.
 
-Among the 14 public tables with an event whose key was written beforehand, the probability is at least this high in 5.
-In no table is it equally far on the other side (it is 0.31 or more), where 0 and 1 would be confused.
+In 5 of the 14 public tables with an event whose correct roles were written down beforehand, the probability is at least
+this high. In none of them is it so low that 0 and 1 would be confused (the lowest value is 0.31).
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
-"""Names of times at which observation starts."""
+"""Pattern of names that mean the time at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Smallest share of rows whose start must be before their end. Real tables contain typing errors."""
+"""Minimum fraction of rows in which the start must be before the end. This fraction is below 1 because real tables
+contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
 )
-"""Names of counts."""
+"""Pattern of names that mean a count."""
 MOST_CODES = 4
-"""Largest number of values in a column of events with codes other than 0 and 1: censored, and competing causes."""
+"""Maximum number of distinct values in a column of events with codes other than 0 and 1, such as codes for censoring
+and competing causes."""
 
 CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
 )
-"""Names of recording dates, which are rarely predicted."""
+"""Pattern of names that mean a date of recording, which is rarely a target."""
 TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
     "ziel zielvariable zielgrosse cible objetivo"
 )
-"""Names that identify the predicted column, and have no other meaning at the usual position."""
+"""Words that identify a target and have no other meaning if the column is at the usual position."""
 OTHER_MEANING_WORDS = words("target targets label labels y")
-"""Members of `TARGET_WORDS` that have other meanings inside a table: an aim, a caption, an income."""
+"""Words in `TARGET_WORDS` that have another meaning if the column is inside a table: an aim, a caption, an income."""
 TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
     "absent present negative positive healthy sick control case alive dead "
     "ja nein oui non si sim nao ano ne tak nie да нет"
 )
-"""Levels, in lower case, of yes-or-no text."""
+"""Levels of a text column with yes-or-no values, in lower case."""
 EVENT_WORDS = words(
     "died dead death deceased mortality survived readmitted readmission churn churned exited attrition defaulted "
     "relapse relapsed recurrence fraud isfraud verstorben tod deces gestorben fallecido"
@@ -86,7 +91,7 @@ RESULT_WORDS = words(
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words that occur in names of outcomes but also in names of features."""
+"""Words that occur in the names of outcomes but also in the names of features."""
 
 (
     TARGET_NAME_POINTS,
@@ -97,32 +102,33 @@ RESULT_WORDS = words(
     LAST_PLACE_POINTS,
     ONLY_CANDIDATE_POINTS,
 ) = 4, 3, 3, 2, 1, 1, 4
-"""Points for a target, in this order: a name in `TARGET_WORDS`, a name in `EVENT_WORDS`, the name of the file, a name
-in `RESULT_WORDS` or the end of the file's name, a word of either, the last position, and being the only possible
-column. A time that occurs together with a single event receives as many points as a name in `TARGET_WORDS`."""
+"""Points for evidence that a column is the target, in this order: a name in `TARGET_WORDS`, a name in `EVENT_WORDS`,
+the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's name, a word of either, the last
+position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
+`TARGET_WORDS`."""
 SURE_POINTS = 3
-"""Number of points from which on the first candidate is chosen, if it leads the next candidate by `MIN_LEAD_POINTS` or
-more."""
+"""Number of points from which on the first candidate is chosen, provided that it leads the second candidate by at least
+`MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
-"""Smallest lead of the first candidate in points.
+"""Minimum lead of the first candidate in points.
 
-With both limits, 21 of the 31 public tables whose key was written beforehand are drafted correctly, 10 lead to a
-question, and no draft is wrong.
+With both limits, 21 of the 31 public tables whose correct roles were written down beforehand are drafted correctly, 10
+lead to a question, and no draft is wrong.
 """
 MAX_SHOWN_CANDIDATES = 6
-"""Largest number of candidates that a question lists."""
+"""Maximum number of candidates that a question lists."""
 
 
 class TableOutcome(NamedTuple):
-    """Outcome for which a table is drafted.
+    """Outcome for which an experiment is drafted.
 
     Attributes:
-        target: column to predict. None if a question asks for it.
-        event: column with 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
+        target: column to predict. If None, the draft asks the user for the target.
+        event: column that is 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
             other tasks.
-        question: question that people must answer before the draft can be run, or "" if the evidence is clear.
-        note: sentence about another possible choice, or "" if there is no other choice.
-        alternatives: other columns that may be the target.
+        question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
+        note: sentence about another possible choice, or "" if there is none.
+        alternatives: names of other columns that may be the target.
     """
 
     target: ColumnProfile | None
@@ -138,19 +144,19 @@ def is_event(column: ColumnProfile) -> bool:
 
 
 def is_coded(column: ColumnProfile) -> bool:
-    """Return True if a column may contain events with other codes: 1 and 2, or competing causes."""
+    """Return True if a column may contain events with other codes than 0 and 1, such as 1 and 2 or competing causes."""
     values = set(column.numbers.tolist())
     return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column contains times: more than two numbers, which are at least 0, and the name of a time."""
+    """Return True if a column has the name of a time and contains more than two distinct numbers, all at least 0."""
     numbers = column.numbers
     return bool(TIME_PATTERN.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Return True if a column contains counts: more than two integers, not negative, and the name of a count."""
+    """Return True if a column has the name of a count and more than two distinct integers, with the minimum 0."""
     numbers = column.numbers
     return (
         column.whole
@@ -161,15 +167,15 @@ def is_count(column: ColumnProfile) -> bool:
 
 
 def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
-    """Return the outcome for which a table is drafted: the requested outcome, or else the outcome with clear evidence.
+    """Return the outcome for which an experiment is drafted: the requested one, or else the clearest one.
 
     Args:
         survey: survey of the table.
-        target: requested target column. None: no request.
-        event: requested event column. None: the draft detects the column. Empty: no column.
+        target: target column that the user requested, or None.
+        event: event column that the user requested. If None, the column is detected. If empty, there is no event.
 
     Raises:
-        ConfigError: the requested event column contains other values, or no column is a time.
+        ConfigError: the requested event column contains other values than 0 and 1, or no column is a time.
     """
     times = [c for c in survey.columns.values() if is_time(c)]
     if event:  # not "", which means none
@@ -214,7 +220,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
 
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """Return the outcome, chosen by the evidence alone."""
+    """Return the outcome for which there is the clearest evidence."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points, unsure = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]
@@ -280,16 +286,16 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Return True if a column next to a time may be its event, with a meaning that only people know."""
+    """Return True if a column of a table with a time may be its event, but only the user can know its meaning."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)
 
 
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Return True if a 0/1 column marks events by convention and by its numbers.
+    """Return True if a 0/1 column marks events according to the convention and its numbers confirm this.
 
-    This means that rows with 0 have the longer times.
+    The numbers confirm the convention if rows with 0 have longer times.
     """
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
     if not INDICATOR_PATTERN.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
@@ -298,10 +304,10 @@ def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
 
 
 def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
-    """Return the points of possible target columns, in header order, and the columns that need an answer.
+    """Return the points of possible targets in the order of the header, and the names of columns that need an answer.
 
-    A name that has other meanings inside a table, or that is common for features, is evidence only at the usual
-    position.
+    A name that has other meanings inside a table, or that is common for features, is regarded as evidence only at the
+    usual position.
     """
     most = max(MAX_FEW_LEVELS, survey.rows // (5 * PER_LEVEL))
     stem = plain_name(survey.path.stem)
@@ -349,15 +355,15 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
 
 
 def _tells_truth(column: ColumnProfile) -> bool:
-    """Return True if a column contains yes-or-no values, as outcomes often do.
+    """Return True if a column contains yes-or-no values, which are typical of outcomes.
 
-    Other texts and small sets of numbers are just as often groups.
+    Other texts and small sets of numbers are groups just as often as outcomes.
     """
     return {level.lower() for level in column.levels} <= TRUTH_LEVELS
 
 
 def _is_known(column: ColumnProfile) -> bool:
-    """Return True if a column names the date or the person of a row, which is not predicted."""
+    """Return True if a column names the date or the person of a row, which is never predicted."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
         column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
     )
@@ -368,34 +374,35 @@ def _flags(target: str, event: str) -> str:
 
 
 def _targets(names: Sequence[str]) -> list[str]:
-    return [f"--target {quoted(name)}" for name in names]
+    return [f"--target {quoted(name)}" for name in names if name]
 
 
 def quoted(name: str) -> str:
-    """Return a name quoted for a shell."""
+    """Return a name with the quotes that a shell needs."""
     return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 
 def start_answer(survey: Survey) -> str:
-    """Return the start of the sentence on how to answer a question, before the options."""
+    """Return the beginning of the sentence that explains how to answer a question, up to the options."""
     return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
 
 
 def _answers(survey: Survey, flags: Sequence[str]) -> str:
-    """Return the sentence on how to answer a question."""
+    """Return the sentence that explains how to answer a question."""
     return f"{start_answer(survey)} {' or '.join(flags[:MAX_SHOWN_CANDIDATES])}"
 
 
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
-    """Render a question with its candidates."""
+    """Return the text of a question with its candidates."""
     shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
+    shown += " (to choose the column without a name, write a name for it in the header)" if "" in names else ""
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """Render the sentence about a column that may contain the events of a time.
+    """Return a sentence about a column that may contain the events that belong to a time.
 
-    The column marks censored rows, or contains codes other than 0 and 1.
+    Such a column marks censored rows or contains codes other than 0 and 1.
     """
     for column in survey.columns.values():
         if column.name == target or not _may_be_event(column):
@@ -415,7 +422,7 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
 
 
 def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
-    """Render the sentence about a column that looks like the start of observation, or "" without such a column."""
+    """Return a sentence about a column that looks like the start of observation, or "" if there is none."""
     for column in survey.columns.values():
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)

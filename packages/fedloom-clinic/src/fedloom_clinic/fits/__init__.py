@@ -1,1 +1,4 @@
-"""Fits of regressions by sums: likelihoods, penalties, separation, and vectors of integers."""
+"""Fits of regressions computed from sums over sites.
+
+The modules contain likelihoods, penalties, the detection of separation, and vectors of integers.
+"""

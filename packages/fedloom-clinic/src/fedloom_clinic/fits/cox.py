@@ -1,4 +1,6 @@
-"""Cox regression over sites by sums: the fit equals the pooled fit, and no patient's row leaves a site.
+"""Cox regression computed from sums over sites.
+
+The fit equals the pooled fit, and the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -43,16 +45,16 @@ from fedloom_clinic.fits.separation import (
 
 TIES_METHODS = ("efron", "breslow")
 MIN_NEWTON_DECREMENT, MIN_FIRTH_DECREMENT = 1e-12, 1e-18
-"""Newton decrement below which a step is the last step. Firth's steps converge linearly, so the decrement of their last
-step is smaller."""
+"""Newton decrement below which a step is the last one. The steps with Firth's penalty converge linearly, so the
+decrement of the last step is smaller."""
 MIN_COLUMN_WIDTH = 1e-140
-"""Smallest span of a column, and the inverse of the largest: squares of such numbers, summed over 1e9 rows, neither
-vanish nor overflow in double precision."""
+"""Minimum span of a column, and the inverse of the maximum span. Within these limits, the squares of the numbers,
+summed over 1e9 rows, neither vanish nor overflow in double precision."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
 class SurvivalSite(NamedTuple):
-    """Rows of one site: columns ``x [N, p]``, ``time [N]`` from 0 on, and ``event [N]``, 0 if the time is censored."""
+    """Rows of one site: columns ``x [N, p]``, ``time [N]`` of at least 0, and ``event [N]``, 0 for a censored time."""
 
     x: Floats
     time: Floats
@@ -60,14 +62,14 @@ class SurvivalSite(NamedTuple):
 
 
 class RiskSums(NamedTuple):
-    """Sums of a site in one step, for J event times: over rows at risk, and over rows with the event.
+    """Sums that a site sends in one step, for J event times, over the rows at risk and over the rows with the event.
 
     Attributes:
-        risk: sums of w, w x and w x x' over rows at risk, ``[J]``, ``[J, p]`` and ``[J, p, p]``, with w = exp(x beta).
-            With a metric V, also the sums of w q and w q x, ``[J]`` and ``[J, p]``, with q = x' V x.
-        tied: same sums over rows with the event at each time.
-        deaths: ``[J]`` events.
-        total: sum of x over events ``[J, p]``.
+        risk: sums of w, w x and w x x' over the rows at risk, ``[J]``, ``[J, p]`` and ``[J, p, p]``, where w = exp(x
+            beta). If a metric V is given, also the sums of w q and w q x, ``[J]`` and ``[J, p]``, where q = x' V x.
+        tied: the same sums over the rows with an event at each time.
+        deaths: number of events at each time, ``[J]``.
+        total: sum of x over the rows with an event at each time, ``[J, p]``.
     """
 
     risk: tuple[Floats, ...]
@@ -85,13 +87,13 @@ class RiskSums(NamedTuple):
 
 
 class Wald:
-    """Intervals and tests of coefficients, computed from their standard errors."""
+    """Confidence intervals and tests of coefficients, computed from their standard errors."""
 
     beta: Floats
     se: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Return the Wald interval of each coefficient."""
+        """Return the lower and upper ends of the Wald interval of each coefficient."""
         from scipy.special import ndtri  # slow to import
 
         reach = ndtri(0.5 + level / 2) * self.se
@@ -99,7 +101,7 @@ class Wald:
 
     @property
     def p_values(self) -> Floats:
-        """Two-sided Wald tests of beta = 0, ``[p]``."""
+        """P values of two-sided Wald tests of beta = 0, ``[p]``."""
         from scipy.special import ndtr
 
         values: Floats = 2 * ndtr(-np.abs(self.beta / self.se))
@@ -108,16 +110,16 @@ class Wald:
 
 @dataclass(frozen=True)
 class CoxFit(Wald):
-    """Coefficients of the unscaled columns.
+    """Fit of a Cox regression, with coefficients for the original (unscaled) columns.
 
     Attributes:
-        beta: log hazard ratios per unit ``[p]``.
-        se: standard errors of beta ``[p]``.
+        beta: log hazard ratios per unit, ``[p]``.
+        se: standard errors of beta, ``[p]``.
         likelihood: log partial likelihood at beta.
         events: number of events.
         rows: number of rows.
-        ridge: penalty, or None for an unpenalized fit. Standard errors are then computed from the penalized
-            information.
+        ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
+            penalized information.
     """
 
     beta: Floats
@@ -131,14 +133,14 @@ class CoxFit(Wald):
 def risk_sums(
     site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0, metric: Floats | None = None
 ) -> RiskSums:
-    """Return the sums that a site sends.
+    """Return the sums that a site sends in a step.
 
     Args:
-        site: rows of the site, with columns centered and scaled in the same way at all sites.
-        beta: ``[p]`` coefficients.
-        times: event times ``[J]``, ascending.
-        shift: number that is subtracted from each row's x beta. It does not change ratios of sums.
-        metric: matrix V ``[p, p]`` for the sums of Firth's penalty. None: the sums are not needed.
+        site: rows of the site, whose columns are centered and scaled in the same way at all sites.
+        beta: coefficients, ``[p]``.
+        times: event times in ascending order, ``[J]``.
+        shift: number that is subtracted from x beta in each row. This shift does not change the ratios of sums.
+        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, these sums are left out.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -164,7 +166,7 @@ def risk_sums(
 
 
 def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
-    """Return the partial likelihood of the rows in the sums."""
+    """Return the partial likelihood of the rows that the sums cover."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
     for zero, one, two in _event_sums(sums, ties):
@@ -175,9 +177,9 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
 
 
 def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
-    """Yield the sum of weights at risk and the means of the other sums.
+    """Yield the sum of the weights at risk, followed by the weighted means of the other quantities.
 
-    They are yielded for the first, the second, and each further event at every time.
+    These values are yielded for the first event at every time, then for the second event, and so on.
     """
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
@@ -190,11 +192,11 @@ def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
 
 
 def firth_slope(sums: RiskSums, ties: str, metric: Floats) -> Floats:
-    """Return the vector ``[p]`` of tr(V dI / d beta_r), computed from sums with the metric V.
+    """Return the vector ``[p]`` of tr(V dI / d beta_r), computed from the sums for the metric V.
 
-    At an event, the derivative of the information is the third central moment of the rows at risk, where m is their
-    mean:
-    E (x - m)' V (x - m) (x - m) = (E q x - E q m) - 2 Cov V m.
+    At an event, the derivative of the information is the third central moment of x over the rows at risk, contracted
+    with V. With q = x' V x, the mean m of x and its covariance Cov, this is E (x - m)' V (x - m) (x - m) = E[q x] -
+    E[q] m - 2 Cov V m.
     """
     slope: Floats = np.zeros(len(metric))
     for _, one, two, length, product in _event_sums(sums, ties):
@@ -213,23 +215,24 @@ def fit_cox(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> CoxFit:
-    """Return the Cox regression of all sites' rows together, fitted from sums that sites send.
+    """Return the Cox regression of the rows of all sites together, fitted from sums that the sites send.
 
-    Each site first sends counts, the sums of its columns and of their squares, and its event times. These sums are used
-    to center and scale the columns in the same way at all sites. In each Newton step, a site then sends its
-    `risk_sums`. With `stratify`, it sends only the gradient and information of its own likelihood, which then has a
-    separate baseline hazard. The result equals the pooled (or stratified) fit.
+    Each site first sends counts, the sums of its columns and of their squares, and its event times. With these sums,
+    the columns are centered and scaled in the same way at all sites. In each Newton step, a site then sends its
+    `risk_sums`. With `stratify`, each site has a baseline hazard of its own, and it sends only the gradient and the
+    information of its own likelihood. The result equals the pooled fit, or the stratified pooled fit.
 
     Args:
         sites: rows of every site.
-        ties: treatment of tied event times.
-        stratify: True if every site has a separate baseline hazard.
-        names: names of the columns, for messages.
-        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for the scale of each.
-        strength: strength of a ridge, above 0. "cv" or None: the strength with the largest cross-validated likelihood.
+        ties: method for tied event times.
+        stratify: True to give every site a baseline hazard of its own.
+        names: names of the columns, used in messages.
+        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
+        strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
+            likelihood is used.
 
     Raises:
-        ConfigError: the treatment of ties or the penalty is unknown.
+        ConfigError: the method for ties or the penalty is unknown.
         DataError: times are below 0, no row has an event, a column does not vary, or no finite fit exists.
     """
     if ties not in TIES_METHODS:
@@ -262,13 +265,13 @@ def fit_cox(
 
 
 def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
-    """Yield the sites that share a baseline hazard, and their event times."""
+    """Yield each group of sites that share a baseline hazard, with the event times of the group."""
     for group in [[site] for site in sites] if stratify else [list(sites)]:
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
 
 
 def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
-    """Return the likelihood of some rows of each site."""
+    """Return the likelihood of some of the rows of each site."""
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
     strata = list(_strata(chosen, stratify=stratify))
 
@@ -284,7 +287,7 @@ def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: st
 
 
 def _slopes(sites: Sequence[SurvivalSite], ties: str, stratify: bool, beta: Floats, metric: Floats) -> Floats:
-    """Return the gradient of Firth's penalty over all sites."""
+    """Return the gradient of Firth's penalty over the rows of all sites."""
     total: Floats = np.zeros(len(beta))
     for group, times in _strata(sites, stratify=stratify):
         first_sums, *other_sums = (risk_sums(site, beta, times, metric=metric) for site in group)
@@ -303,18 +306,18 @@ def newton(
 ) -> tuple[Floats, Likelihood]:
     """Return the coefficients ``[p]`` that maximize the likelihood, and the likelihood at these coefficients.
 
-    Columns must have unit spread. Linear dependence of columns is judged with all coefficients at 0, where every row
-    counts. Separation is judged at the end of the steps, because only then has the information vanished: from the rows
-    if they are available, otherwise from the sums.
+    All columns must have unit spread. Whether columns depend on each other linearly is checked with all coefficients at
+    0, where every row has weight. Whether rows are separated is checked after the last step, because only then has the
+    information vanished. The rows are used for this check if they are available, otherwise the sums.
 
     Args:
-        at: function that returns the likelihood of all rows at some coefficients.
+        at: function that returns the likelihood of all rows at given coefficients.
         names: names of the columns.
-        separation: function that finds a direction of separation from the rows. None: rows are not available.
-        intercepts: number of leading columns that are intercepts.
-        penalty: penalty in the likelihood. With a ridge, columns may depend on each other. With either penalty, rows
-            may be separated.
-        start: coefficients of the first step. None: 0.
+        separation: function that searches the rows for a direction of separation. None if the rows are not available.
+        intercepts: number of columns at the beginning that are intercepts.
+        penalty: penalty that the likelihood contains. With a ridge, columns may depend on each other. With either
+            penalty, rows may be separated.
+        start: coefficients at which the steps start. If None, they start at 0.
 
     Raises:
         DataError: no finite fit exists, columns depend on each other, or the steps do not converge.
@@ -353,7 +356,7 @@ def newton(
 
 
 def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
-    """Return Newton's step, halved until the likelihood does not decrease."""
+    """Return the coefficients after Newton's step, which is halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
             ahead = at(beta + step)
@@ -364,10 +367,11 @@ def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floa
 
 
 def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
-    """Raise if a column has the same value in every row, judged by its values, because rounding may leave a spread.
+    """Raise if a column has the same value in every row. Values are compared, because rounding may leave a spread.
 
     Raises:
-        DataError: a column is the same in every row, is not finite, or has numbers whose squares are not representable.
+        DataError: a column has the same value in every row, is not finite, or contains numbers whose squares cannot be
+            represented.
     """
     rows = np.concatenate(parts)
     if not np.isfinite(rows).all():
@@ -388,11 +392,11 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
 def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
     """Return the differences between rows that determine whether the rows are separated.
 
-    The partial likelihood has no maximum if, in some direction, the first differences are not negative and the second
-    are 0.
+    The partial likelihood has no maximum if there is a direction in which the first differences are not negative and
+    the second differences are 0.
 
     The likelihood increases without limit in a direction b if, at each event time, the rows with the event have the
-    largest x b among the rows at risk. Rows still at risk at a later time were also at risk earlier, so one row per
+    largest x b among all rows at risk. Rows that are at risk at a later time were also at risk earlier, so one row per
     event time is enough to represent them.
     """
     gains, equal = list[Floats](), list[Floats]()

@@ -1,7 +1,8 @@
-"""Vectors that sites send in a Cox regression: sums in agreed time bins, as integers in which masks cancel.
+"""Vectors that sites send in a Cox regression: sums in agreed time bins, as integers so that masks cancel.
 
-Minimum counts: a site sends nothing for a bin with too few events. Bins are merged until each contains events of enough
-sites, so no difference between two sums comes from rows of fewer sites.
+Minimum counts protect small groups: a site sends nothing for a bin in which it has too few events. Bins are merged
+until each of them contains events of enough sites. No difference between two sums then comes from the rows of fewer
+sites.
 """
 
 from __future__ import annotations
@@ -22,27 +23,26 @@ Ring = NDArray[np.uint64]
 MOST_BINS = 10_000
 
 MAX_SITE_SUM = 2**56
-"""Largest sum of a site in multiples of the step. With this limit, the sum over 100 sites fits into 63 bits."""
+"""Maximum sum of a site, in multiples of the step. With this limit, the sum over 100 sites fits into 63 bits."""
 VECTOR_COUNTS = 6
-"""Number of counts at the end of a vector: `BinningLoss`, and the number of rows in the fit."""
+"""Number of counts at the end of a vector, which are the fields of `BinningLoss` and the number of rows in the fit."""
 
 
 class CoxAgreement(NamedTuple):
-    """Terms that sites agree on before any site sends a sum.
+    """Terms on which all sites agree before any of them sends a sum.
 
     Attributes:
-        ends: ends of the time bins ``[J]``, ascending. A time is treated as the end of its bin. None for a stratified
-            fit.
-        low: smallest plausible value of each column ``[p]``.
-        high: largest plausible value of each column ``[p]``.
-        least: smallest number of a site's events in a bin, and of its rows at risk there, for which the site sends
-            them.
-        step: number to whose multiples sums are rounded.
-        ties: treatment of events in the same bin, or at the same time.
-        stratify: True if each site has a separate baseline hazard and times are exact.
-        ridge: strength of the penalty (see `fedloom_clinic.fits.penalty`). If it is set, sites also send sums of
-            columns and of their squares.
-        firth: True if sites also send the sums that Firth's penalty needs for a metric.
+        ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin.
+            Empty for a stratified fit.
+        low: smallest plausible value of each column, ``[p]``.
+        high: largest plausible value of each column, ``[p]``.
+        least: minimum number of events that a site must have in a bin, and of rows at risk there, before it sends them.
+        step: rounding step. Sums are rounded to multiples of this number.
+        ties: method for events in the same bin or at the same time.
+        stratify: True if each site has a baseline hazard of its own, with exact times.
+        ridge: strength of the ridge (see `fedloom_clinic.fits.penalty`). If this strength is set, sites also send the
+            sums of the columns and of their squares.
+        firth: True if sites also send the sums that Firth's penalty needs for a given metric.
     """
 
     ends: Floats
@@ -57,7 +57,7 @@ class CoxAgreement(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of values in a site's vector."""
+        """Number of values in the vector of a site."""
         bins, p = len(self.ends), len(self.low)
         moments = 1 + p + p * (p + 1) // 2
         scales = 0 if self.ridge is None else 2 * p
@@ -65,20 +65,21 @@ class CoxAgreement(NamedTuple):
         return (moments if self.stratify else bins * (2 * moments + 1 + p)) + scales + tilts + VECTOR_COUNTS
 
     def scaled(self, x: Floats) -> Floats:
-        """Return the columns ``[N, p]`` scaled to [-1, 1]."""
+        """Return the columns ``[N, p]`` after scaling them to [-1, 1]."""
         scaled: Floats = (x - (self.high + self.low) / 2) / ((self.high - self.low) / 2)
         return scaled
 
 
 class BinningLoss(NamedTuple):
-    """Losses caused by bins and minimum counts, summed over sites.
+    """Rows and events that are lost because of bins and minimum counts, summed over sites.
 
     Attributes:
-        rows: number of rows of all sites.
-        events: number of events of all sites.
+        rows: number of rows at all sites.
+        events: number of events at all sites.
         uncovered: number of events after the last bin, or at times at which a site has too few rows at risk.
-        rare: number of events in bins in which a site has too few events, or at a stratified site with too few events.
-        left_out: number of rows omitted because of a missing cell or a number outside the agreed range.
+        rare: number of events in bins in which a site has too few events, or at sites with too few events if the fit is
+            stratified.
+        left_out: number of rows left out because of a missing cell or a number outside the agreed range.
     """
 
     rows: int
@@ -93,10 +94,10 @@ def agreement_on(
 ) -> CoxAgreement:
     """Return terms for simulations, with bins of equal width up to the last time.
 
-    Ranges are as wide as the columns at all sites.
+    The range of a column covers its values at all sites.
 
     Raises:
-        ConfigError: the width is not above 0, or makes too many bins.
+        ConfigError: the width is not above 0, or it would give too many bins.
     """
     last = max(float(site.time.max()) for site in sites)
     low, high = ranges_of(sites)
@@ -104,17 +105,17 @@ def agreement_on(
 
 
 def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest value ``[p]`` of each column over all sites, at least 1e-9 apart."""
+    """Return the smallest and the largest value of each column over all sites, at least 1e-9 apart, ``[p]``."""
     x = np.concatenate([site.x for site in sites])
     low, high = x.min(0), x.max(0)
     return low, np.maximum(high, low + 1e-9)
 
 
 def bin_ends(width: float, last: float) -> Floats:
-    """Return the ends ``[J]`` of bins of equal width, with the last end at or after `last`.
+    """Return the ends ``[J]`` of bins of equal width. The last end is not before `last`.
 
     Raises:
-        ConfigError: the width is not above 0, or makes too many bins.
+        ConfigError: the width is not above 0, or it would give too many bins.
     """
     if not 0 < width < float("inf") or last / width > MOST_BINS:
         raise ConfigError(
@@ -125,10 +126,10 @@ def bin_ends(width: float, last: float) -> Floats:
 
 
 def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the binned rows of a site: times are moved to the ends of their bins, and rare events become censored.
+    """Return the rows of a site with times moved to the ends of their bins, and with rare events treated as censored.
 
-    Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin. A site without such a
-    bin keeps no rows.
+    Rows after the last bin in which the site has `least` rows at risk are censored in this bin. If a site has no such
+    bin, it keeps no rows.
     """
     place = np.searchsorted(terms.ends, site.time)
     at_risk = np.bincount(place, minlength=len(terms.ends) + 1)[::-1].cumsum()[::-1][: len(terms.ends)]
@@ -146,7 +147,7 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binni
 
 
 def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the rows of a site in a stratified fit: all rows, or no rows if the site has too few events."""
+    """Return the rows that a site uses in a stratified fit: all of them, or none if it has too few events."""
     rows, events = len(site.time), int(site.event.sum())
     if events < terms.least:
         return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, 0, events)
@@ -154,9 +155,9 @@ def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binn
 
 
 def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
-    """Return the bins ``[J]`` in which a site has events that it may send.
+    """Return flags ``[J]`` of the bins in which a site has events that it is allowed to send.
 
-    In a stratified fit, return ``[1]``: True if the site has enough events.
+    In a stratified fit, return a single flag ``[1]``, which is True if the site has enough events.
     """
     if terms.stratify:
         return np.array([int(site.event.sum()) >= terms.least])
@@ -165,18 +166,18 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 
 
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
-    """Return bins widened until each contains events of `fewest` sites, even if any `missing` sites are absent.
+    """Return wider bins, each with events of `fewest` sites even if any `missing` sites are absent.
 
-    Every site computes the same bins. Bins after the last such bin are merged into it.
+    Every site computes the same bins. The bins after the last wider bin are added to this bin.
 
     Args:
         terms: agreed terms.
-        filled: bins with events ``[n, J]`` of all sites, as returned by `bins_with_events`.
+        filled: flags of the bins with events at each site ``[n, J]``, as returned by `bins_with_events`.
         missing: number of sites that may drop out.
-        fewest: smallest number of sites in a sum.
+        fewest: minimum number of sites in a sum.
 
     Raises:
-        ConfigError: no bin contains events of enough sites.
+        ConfigError: there is no bin in which enough sites have events.
     """
     ends, inside = [], np.zeros(len(filled), bool)
     for place in range(filled.shape[1]):
@@ -197,16 +198,16 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
 
 
 class SiteVectors:
-    """Vectors that one site sends in each step of a fit.
+    """Vectors that one site sends in the steps of a fit.
 
     Args:
-        site: rows of the site, within the agreed ranges.
+        site: rows of the site that are within the agreed ranges.
         terms: agreed terms.
-        left_out: number of omitted rows of the site.
+        left_out: number of rows that the site has left out.
 
     Attributes:
-        losses: losses of the site (see `BinningLoss`).
-        rows: rows with which the site takes part in the fit.
+        losses: losses at the site (see `BinningLoss`).
+        rows: number of rows with which the site takes part in the fit.
     """
 
     def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
@@ -216,9 +217,10 @@ class SiteVectors:
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats, rows: Mask | slice = slice(None), metric: Floats | None = None) -> float:
-        """Return the share of the heaviest row in the total weight of some rows, or 0 without rows.
+        """Return the share that the heaviest row has in the total weight of some rows. Without rows, return 0.
 
-        With a metric, also the share in the weights times the lengths by this metric.
+        If a metric is given, also consider the weights times the lengths of rows in this metric, and return the larger
+        share.
         """
         x = self._site.x[rows] if len(self._site.x) else self._site.x
         if not len(x):
@@ -233,15 +235,15 @@ class SiteVectors:
         return float(np.max(shares))
 
     def likelihood_of(self, beta: Floats, rows: Mask) -> Likelihood:
-        """Return the likelihood of some of the `rows` of a stratified fit at coefficients ``[p]``."""
+        """Return the likelihood of some of the `rows` in a stratified fit, at coefficients ``[p]``."""
         some = SurvivalSite(*(part[rows] for part in self._site))
         return likelihood(risk_sums(some, beta, np.unique(some.time[some.event == 1])), beta, self._terms.ties)
 
     def encode(self, beta: Floats, metric: Floats | None = None) -> Ring:
-        """Return the vector at coefficients ``[p]`` of columns in [-1, 1], for a metric ``[p, p]`` of Firth's penalty.
+        """Return the vector at coefficients ``[p]`` for columns in [-1, 1], and a metric ``[p, p]`` of Firth's penalty.
 
         Raises:
-            DataError: a sum is too large for the step, or not finite.
+            DataError: a sum is too large for the step or not finite.
         """
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             parts = self._parts(beta, metric)
@@ -257,7 +259,7 @@ class SiteVectors:
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
 
     def _parts(self, beta: Floats, metric: Floats | None) -> list[Floats]:
-        """Return the sums at coefficients ``[p]`` before rounding."""
+        """Return the sums at coefficients ``[p]`` before they are rounded."""
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
         upper = np.triu_indices(len(beta))
@@ -279,15 +281,17 @@ class SiteVectors:
 
 
 class Opened(NamedTuple):
-    """Contents of a sum of the sites' vectors.
+    """Content of the sum of the sites' vectors.
 
     Attributes:
         likelihood: likelihood at the coefficients.
-        sums: sums over rows at risk. None for a stratified fit.
-        losses: losses of all sites (see `BinningLoss`).
+        sums: sums over the rows at risk. Empty for a stratified fit.
+        losses: losses at all sites (see `BinningLoss`).
         rows: number of rows in the fit.
-        squares: squared distances of each column from its mean, summed over the rows ``[p]``. None without a ridge.
-        slope: gradient ``[p]`` of Firth's penalty, computed with the metric of the sum. None without that penalty.
+        squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no
+            ridge.
+        slope: gradient ``[p]`` of Firth's penalty for the metric with which the vectors were computed. None if this
+            penalty is not used.
     """
 
     likelihood: Likelihood
@@ -299,14 +303,14 @@ class Opened(NamedTuple):
 
 
 def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None) -> Opened:
-    """Return the contents of the sum of the sites' vectors, after checking that the sum is possible.
+    """Return the content of the sum of the sites' vectors, after checking that rows can give such a sum.
 
     Args:
         vector: sum of the vectors modulo 2^64.
         terms: agreed terms.
-        beta: coefficients at which the sum was computed ``[p]``.
+        beta: coefficients at which the vectors were computed, ``[p]``.
         sites: number of sites in the sum.
-        metric: metric of Firth's penalty ``[p, p]``. None without that penalty.
+        metric: metric of Firth's penalty, ``[p, p]``. None if this penalty is not used.
 
     Raises:
         ConfigError: no rows of this number of sites can give the sum.
@@ -363,7 +367,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
 
 
 def _plausible(sums: RiskSums, events: int, rows: int, error: float) -> bool:
-    """Return True if rows in [-1, 1] with weights of at most 1 can give these sums, each to within an error."""
+    """Return True if rows in [-1, 1] with weights of at most 1 can give these sums, up to an error in each."""
     bounded = all(
         bool((np.abs(one) <= zero[:, None] + error).all() and (np.abs(two) <= zero[:, None, None] + error).all())
         for zero, one, two in (sums.risk, sums.tied)

@@ -1,7 +1,9 @@
-"""Linear, logistic and Poisson regression over sites by sums: the pooled fit with its intervals.
+"""Linear, logistic and Poisson regression computed from sums over sites.
+
+The results and their confidence intervals are those of the pooled fit.
 
 References: P. McCullagh and J. A. Nelder, "Generalized Linear Models", 2nd ed., Chapter 2 (canonical links, for which
-Newton's method is Fisher scoring). Sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.
+Newton's method equals Fisher scoring). Sums over sites as in Y. Wu et al., "GLORE", JAMIA 2012.
 
     paper    here     meaning
     beta     beta     coefficients, intercepts first
@@ -46,7 +48,8 @@ GLM_FAMILIES: dict[str, tuple[Link, Link, Link, Link]] = {
     ),
     "poisson": (np.exp, np.exp, np.exp, np.exp),
 }
-"""Cumulant as a function of the linear predictor eta, and its derivatives: mean, variance, third central moment."""
+"""Cumulant as a function of the linear predictor eta, followed by its derivatives: mean, variance and third central
+moment."""
 
 
 class GlmSite(NamedTuple):
@@ -58,16 +61,16 @@ class GlmSite(NamedTuple):
 
 @dataclass(frozen=True)
 class GlmFit(Wald):
-    """Coefficients of the unscaled columns.
+    """Fit of a regression, with coefficients for the original (unscaled) columns.
 
     Attributes:
-        names: names of the coefficients ``[q]``: an intercept (with `by_site`, one intercept per site), followed by the
-            columns.
-        beta: ``[q]``.
-        se: standard errors of the coefficients ``[q]``.
+        names: names of the coefficients ``[q]``: an intercept (with `by_site`, one intercept for each site), followed
+            by the columns.
+        beta: coefficients, ``[q]``.
+        se: standard errors of the coefficients, ``[q]``.
         rows: number of rows.
-        ridge: penalty, or None for an unpenalized fit. Standard errors are then computed from the penalized
-            information.
+        ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
+            penalized information.
     """
 
     names: list[str]
@@ -78,7 +81,7 @@ class GlmFit(Wald):
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
-    """Return a site's contribution to a step: log-likelihood up to a constant, gradient and information."""
+    """Return what a site contributes to a step: log-likelihood (up to a constant), gradient and information."""
     cumulant, mean, variance, _ = GLM_FAMILIES[family]
     eta = site.x @ beta
     value = float((site.y * eta - cumulant(eta)).sum())
@@ -86,7 +89,7 @@ def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
 
 
 def firth_slope(site: GlmSite, beta: Floats, family: str, metric: Floats) -> Floats:
-    """Return a site's contribution to Firth's penalty, tr(V dI / d beta_r) ``[q]``, where V is the metric."""
+    """Return what a site contributes to Firth's penalty: tr(V dI / d beta_r) ``[q]``, where V is the metric."""
     lengths = ((site.x @ metric) * site.x).sum(1)
     slope: Floats = site.x.T @ (GLM_FAMILIES[family][3](site.x @ beta) * lengths)
     return slope
@@ -101,25 +104,26 @@ def fit_glm(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> GlmFit:
-    """Return the regression of all sites' rows together, fitted from sums that sites send.
+    """Return the regression of the rows of all sites together, fitted from sums that the sites send.
 
-    The fit equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of their
-    squares, which are used to center and scale the columns in the same way at all sites. In each Newton step, a site
-    then sends its `glm_sums`.
+    The result equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of
+    their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each Newton
+    step, a site then sends its `glm_sums`.
 
     Args:
         sites: rows of every site.
-        family: family of the regression, a key of `GLM_FAMILIES`. Targets must be 0 and 1 for logistic, and at least 0
-            for poisson.
+        family: family of the regression, which is a key of `GLM_FAMILIES`. Targets must be 0 or 1 for "logistic", and
+            at least 0 for "poisson".
         names: names of the columns.
-        by_site: names of the sites, each of which then has a separate intercept.
-        penalty: "ridge" or "firth", see `fedloom_clinic.fits.penalty` for the scale of each.
-        strength: strength of a ridge, above 0. "cv" or None: the strength with the largest cross-validated likelihood.
+        by_site: names of the sites. If given, each site has an intercept of its own.
+        penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
+        strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
+            likelihood is used.
 
     Raises:
         ConfigError: the family or the penalty is unknown.
-        DataError: targets are incompatible with the family or do not vary, columns do not vary or depend on each other,
-            or no finite fit exists.
+        DataError: targets do not fit the family or do not vary, columns do not vary or depend on each other, or no
+            finite fit exists.
     """
     if family not in GLM_FAMILIES:
         raise unknown("regression", family, GLM_FAMILIES)
@@ -186,12 +190,13 @@ def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
 
 
 def _separation(sites: Sequence[GlmSite], family: str, intercepts: int) -> Floats | None:
-    """Return a direction in which the likelihood has no maximum, or None without one.
+    """Return a direction in which the likelihood has no maximum, or None if there is no such direction.
 
     See `fedloom_clinic.fits.separation`.
 
-    Logistic regression has such a direction if no row with 1 has a negative x b and no row with 0 has a positive x b.
-    Poisson regression has such a direction if x b is 0 in every row with a count and not above 0 in any other row.
+    In a logistic regression, this is a direction b such that x b is not negative in any row with target 1 and not
+    positive in any row with target 0. In a Poisson regression, this is a direction b such that x b is 0 in every row
+    with a positive count and not positive in any other row.
     """
     x, y = (np.concatenate(part) for part in zip(*sites, strict=True))
     if family == "logistic":
@@ -223,7 +228,8 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
     """Raise if an intercept has no finite value.
 
-    This happens if no penalty applies to the intercept, and all rows of its site have the outcome, or no row has it.
+    An intercept has no finite value if there is no penalty on it and all rows of its site have the outcome, or none has
+    it.
     """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())

@@ -1,19 +1,19 @@
-"""Penalties for regressions by sums: ridge, with its strength chosen by cross-validated likelihood, and Firth's.
+"""Penalties for regressions: Firth's penalty, and ridge with a strength chosen by cross-validated likelihood.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. P. J. M. Verweij and H. C. van Houwelingen,
 "Cross-validation in survival analysis", Stat. Med. 1993. D. Firth, "Bias reduction of maximum likelihood estimates",
 Biometrika 1993. G. Heinze and M. Schemper, Biometrics 2001 (Cox) and Stat. Med. 2002 (logistic).
 
-A ridge of strength s maximizes the log-likelihood of N rows minus N s / 2 times the sum of squared coefficients, for
-columns with a standard deviation of 1 over all rows. Intercepts are free. Equivalent settings of other libraries for
-such columns:
+A ridge of strength s maximizes the log-likelihood of N rows minus N s / 2 times the sum of the squared coefficients.
+Columns must have a standard deviation of 1 over all rows. Intercepts are not penalized. For such columns, these
+settings of other libraries are equivalent:
 
-    lifelines      CoxPHFitter(penalizer=s). It divides columns by the deviation with N - 1, and so does its penalty
+    lifelines      CoxPHFitter(penalizer=s), which divides columns by the standard deviation with N - 1
     statsmodels    GLM.fit_regularized(alpha=s, L1_wt=0), with 0 in alpha for intercepts
     scikit-learn   LogisticRegression(C=1 / (N s)), Ridge(alpha=N s), PoissonRegressor(alpha=s)
     glmnet         lambda = s
 
-Firth's penalty is half the log determinant of the information. It has no strength and no scale.
+Firth's penalty is half of the log determinant of the information. This penalty has neither a strength nor a scale.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ Mask = NDArray[np.bool_]
 PenaltyKind = Literal["none", "ridge", "firth"]
 PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
-"""Strengths that cross-validation compares, from 10 to 1e-4: from coefficients near 0 to almost no penalty."""
+"""Strengths that cross-validation compares. The strengths range from 10, where coefficients are near 0, to 1e-4, which
+is almost no penalty."""
 CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
-"""Largest total number of steps for all fits of a cross-validation, and gain below which a fit takes its last step."""
+"""Maximum number of steps of all fits of a cross-validation together, and gain below which a step is the last step of a
+fit."""
 MAX_REFUSALS = 3
 """Number of times that the steps are halved before the weakest strength is dropped."""
 
@@ -53,9 +55,9 @@ At = Callable[[Floats], Likelihood]
 
 
 class Ridge(NamedTuple):
-    """Strength of a ridge, and the held-out log-likelihood for each compared strength.
+    """Strength of a ridge, with the held-out log-likelihood of each strength that was compared.
 
-    None if the strength was given.
+    ``held_out`` is empty if the strength was given.
     """
 
     strength: float
@@ -63,7 +65,7 @@ class Ridge(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Sentence about how the strength was chosen."""
+        """Text that describes the ridge and how its strength was chosen."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -75,15 +77,18 @@ class Ridge(NamedTuple):
 
 
 def impossible(columns: int) -> Likelihood:
-    """Return a likelihood so small that `newton` halves its step, for coefficients without a likelihood."""
+    """Return the value for coefficients that have no likelihood.
+
+    This value is so small that `newton` halves its step.
+    """
     return Likelihood(-np.inf, np.zeros(columns), np.zeros((columns, columns)))
 
 
 def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
-    """Raise if a penalty is unknown, or a strength does not belong to the penalty.
+    """Raise if a penalty is unknown, or if a strength is given for a penalty that has none or is out of range.
 
     Raises:
-        ConfigError: the penalty is unknown, or the strength does not belong to it.
+        ConfigError: the penalty is unknown, it has no strength, or the strength is invalid.
     """
     if penalty not in PENALTY_NAMES:
         raise unknown("penalty", penalty, PENALTY_NAMES)
@@ -103,7 +108,7 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
 
 
 def ridged(at: At, weights: Floats) -> At:
-    """Return the likelihood minus half the sum of ``weights [p]`` times squared coefficients."""
+    """Return the likelihood function minus half the sum of ``weights [p]`` times squared coefficients."""
 
     def penalized(beta: Floats) -> Likelihood:
         here = at(beta)
@@ -114,12 +119,12 @@ def ridged(at: At, weights: Floats) -> At:
 
 
 def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
-    """Return the likelihood with Firth's penalty.
+    """Return the likelihood function with Firth's penalty.
 
     Args:
-        at: function that returns the likelihood.
-        slope: function of coefficients and the inverse V of their information, which returns the vector ``[p]`` of tr(V
-            dI / d beta_r). None if it is unknown at these coefficients.
+        at: function that returns the likelihood without the penalty.
+        slope: function of the coefficients and of the inverse V of their information. The function returns the vector
+            ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -137,17 +142,17 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
 
 
 def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) -> float:
-    """Return the effect of rounding on the coefficients of a fit with Firth's penalty, to first order.
+    """Return the largest effect of rounding on the coefficients of a fit with Firth's penalty, to first order.
 
-    An error in the information changes its inverse by at most the error's own size divided by the squared smallest
-    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 accounts for Newton's matrix,
-    which does not contain the penalty.
+    An error in the information changes the inverse by at most this error divided by the square of the smallest
+    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 is needed because the matrix
+    in Newton's step does not contain the penalty.
 
     Args:
         here: likelihood at the fit.
-        slack: error of the gradient, and of the gradient of the penalty ``[q]``.
-        matrix: error of the information, as a norm.
-        reach: largest distance of a row from the mean of the rows ``[q]``.
+        slack: error of the gradient and of the gradient of the penalty, ``[q]``.
+        matrix: error of the information, as a matrix norm.
+        reach: largest distance of a row from the mean of all rows in each coordinate, ``[q]``.
     """
     least = float(np.linalg.eigvalsh(here.information)[0]) - matrix
     if least <= 0:
@@ -157,9 +162,9 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
 
 
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
-    """Return the rows ``[N]`` of each site that belong to each fold.
+    """Return which rows ``[N]`` of each site belong to each fold.
 
-    Each site has about the same number of rows in each fold.
+    A site has about the same number of rows in each fold.
     """
     drawn = [np.random.default_rng([size, place]).permutation(size) % CV_FOLDS for place, size in enumerate(sizes)]
     return [[folds == k for folds in drawn] for k in range(CV_FOLDS)]
@@ -174,16 +179,16 @@ def find_ridge(
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 
-    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
-    coefficients were fitted. For a partial likelihood, this is the definition of Verweij and van Houwelingen. For a
-    regression, it is the likelihood of the held-out rows.
+    The held-out likelihood of a fold is the likelihood of all rows minus that of the rows to which the coefficients
+    were fitted. For a partial likelihood, Verweij and van Houwelingen define it in this way. For a regression, it
+    equals the likelihood of the held-out rows.
 
     Args:
-        strength: number, or "cv" or None to choose the strength.
-        part: function that returns the likelihood of some rows ``[N]`` of every site.
-        sizes: numbers of rows at each site.
-        weights: 1 for columns, 0 for intercepts ``[p]``.
-        fit: function that returns the coefficients that maximize the likelihood, starting from given coefficients.
+        strength: a number, or "cv" or None to choose the strength.
+        part: function that returns the likelihood of some of the rows ``[N]`` of every site.
+        sizes: number of rows at each site.
+        weights: 1 for columns and 0 for intercepts, ``[p]``.
+        fit: function that maximizes a likelihood, starting from given coefficients, and returns the coefficients.
     """
     if isinstance(strength, float | int):
         return Ridge(float(strength))
@@ -204,14 +209,16 @@ def find_ridge(
 
 
 class FoldSums(NamedTuple):
-    """Sums for K = S (F + 1) fits: for each of S strengths, the rows without each of F folds, followed by all rows.
+    """Sums for K = S (F + 1) fits.
+
+    Each of S strengths has a fit without each of the F folds, followed by a fit of all rows.
 
     Attributes:
-        rows: number of rows in each set ``[F + 1]``.
-        values: log-likelihood of the rows in each fit ``[K]``.
-        everywhere: log-likelihood of all rows at the same coefficients ``[K]``.
-        gradients: gradients for the rows in each fit ``[K, q]``.
-        informations: information matrices for the same rows ``[K, q, q]``.
+        rows: number of rows in each of these sets of rows, ``[F + 1]``.
+        values: log-likelihood of the rows that a fit uses, ``[K]``.
+        everywhere: log-likelihood of all rows at the coefficients of a fit, ``[K]``.
+        gradients: gradients for the rows that a fit uses, ``[K, q]``.
+        informations: information matrices for these rows, ``[K, q, q]``.
     """
 
     rows: Floats
@@ -224,15 +231,16 @@ class FoldSums(NamedTuple):
 def find_ridge_by_sums(
     ask: Callable[[Floats], FoldSums | None], weights: Floats
 ) -> tuple[Ridge, Floats, Likelihood, Likelihood]:
-    """Return the strength with the largest held-out likelihood, and its fit of all rows: with the ridge, and without.
+    """Return the strength with the largest held-out likelihood, and its fit of all rows with and without the ridge.
 
-    All fits for all strengths take their Newton steps together, so one sum serves all of them. The choice is the same
-    as `find_ridge` makes. If clients cannot answer for some strengths, these strengths are dropped, beginning with the
-    weakest.
+    The fits for all strengths take their Newton steps together, so that one sum serves all of them. The strength is the
+    same as that which `find_ridge` chooses. If clients cannot answer, the strengths are dropped one after the other,
+    beginning with the weakest.
 
     Args:
-        ask: function of coefficients ``[K, q]`` that returns the sums. None if clients cannot answer.
-        weights: penalty on each squared coefficient per row and strength, 0 for intercepts ``[q]``.
+        ask: function of the coefficients of all fits ``[K, q]`` that returns the sums, or None if clients cannot
+            answer.
+        weights: penalty on each squared coefficient per row for strength 1, which is 0 for intercepts, ``[q]``.
 
     Raises:
         DataError: clients cannot answer, or the fits do not converge.
@@ -279,7 +287,7 @@ def find_ridge_by_sums(
 
 
 def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Floats, Floats]:
-    """Return Newton's step ``[K, q]`` for each fit, and the gain ``[K]`` expected from it."""
+    """Return the Newton steps of all fits, ``[K, q]``, and the gain that is expected from each, ``[K]``."""
     gradients = here.gradients - penalty * beta
     informations = here.informations + penalty[:, :, None] * np.eye(penalty.shape[1])
     steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0].astype(float)
@@ -287,7 +295,7 @@ def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Flo
 
 
 def _merged(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
-    """Return the new sums for fits whose step is accepted, and the old sums for the other fits."""
+    """Return the new sums for the fits whose step is accepted, and the old sums for all other fits."""
     parts = (
         np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         for new, old in zip(ahead[1:], here[1:], strict=True)

@@ -1,13 +1,13 @@
-"""Cox regression from secure sums: agreed time bins, minimum counts, and integers in which masks cancel.
+"""Cox regression from secure sums, with agreed time bins, minimum counts, and integers, so that masks cancel exactly.
 
-Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum is exact.
-The server does not receive the sums of single sites. Agreed ranges scale columns to [-1, 1], so no moment of a site is
-needed, and all weights are at most 1. A stratified fit needs no bins: a site sends the likelihood for its own baseline
-hazard, with gradient and information.
+Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that the secure sum is exact.
+The server does not receive the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no
+statistics of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends
+the likelihood for its own baseline hazard, with the gradient and the information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two as in K. Bonawitz
-et al., CCS 2017. The bound by the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat. 2010,
-Proposition 1.
+et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat.
+2010, Proposition 1.
 
     Bach    here      meaning
     R       reach     largest distance of two rows
@@ -39,17 +39,17 @@ from fedloom_clinic.fits.penalty import (
 )
 
 SecureSum = Callable[[Sequence[Ring]], Ring]
-"""Function of one vector per site that returns the sum of the vectors modulo 2^64, in which masks cancel."""
+"""Function that receives one vector per site and returns the sum of the vectors modulo 2^64, in which masks cancel."""
 
 
 class SecureCoxFit(NamedTuple):
-    """Fit, its largest distance from the exact fit of the same binned rows, and the losses incurred before it.
+    """Fit of a Cox regression, with a bound on its distance from the exact fit of the same binned rows, and the losses.
 
     Attributes:
-        fit: coefficients and standard errors of the unscaled columns.
-        bound: largest distance, due to rounding and stopping, between a coefficient and the coefficient of the pooled
-            binned rows ``[p]``.
-        losses: losses of all sites (see `BinningLoss`).
+        fit: coefficients and standard errors for the original (unscaled) columns.
+        bound: largest distance between a coefficient and that of the fit to the pooled binned rows, due to rounding and
+            to stopping, ``[p]``.
+        losses: losses at all sites (see `BinningLoss`).
     """
 
     fit: CoxFit
@@ -58,7 +58,7 @@ class SecureCoxFit(NamedTuple):
 
 
 def ring_sum(vectors: Sequence[Ring]) -> Ring:
-    """Return the sum of vectors modulo 2^64, as a secure sum does."""
+    """Return the sum of vectors modulo 2^64, as secure aggregation does."""
     total: Ring = np.sum(np.stack(vectors), 0, dtype=np.uint64)
     return total
 
@@ -66,18 +66,18 @@ def ring_sum(vectors: Sequence[Ring]) -> Ring:
 def fit_secure_cox(
     sites: Sequence[SurvivalSite], terms: CoxAgreement, names: Sequence[str] = (), total: SecureSum = ring_sum
 ) -> SecureCoxFit:
-    """Return the Cox regression of all sites' binned rows, fitted from secure sums.
+    """Return the Cox regression of the binned rows of all sites, fitted from secure sums.
 
-    It has a single baseline hazard, or one per site.
+    The baseline hazard is shared by all sites, or each site has its own.
 
     Args:
         sites: rows of every site.
-        terms: terms that the sites agree on.
+        terms: terms on which the sites agree.
         names: names of the columns, for messages.
-        total: function that returns the secure sum.
+        total: function that computes the secure sum.
 
     Raises:
-        ConfigError: bins are not ascending, or ranges are empty.
+        ConfigError: the ends of the bins are not ascending, or a range is empty.
         DataError: values are outside the agreed ranges, no event may be sent, or no finite fit exists.
     """
     names = list(names) or [f"column {k}" for k in range(len(terms.low))]
@@ -98,10 +98,10 @@ def fit_secure_cox(
 
 
 def check_terms(terms: CoxAgreement) -> None:
-    """Raise if bins are not ascending, or ranges are empty.
+    """Raise if the ends of the bins are not ascending, or if a range is empty.
 
     Raises:
-        ConfigError: bins are not ascending, or a range is empty.
+        ConfigError: the ends of the bins are not ascending, or a range is empty.
     """
     if not terms.stratify and (not len(terms.ends) or not (np.diff(terms.ends) > 0).all()):
         raise ConfigError("the ends of the time bins must increase")
@@ -116,21 +116,21 @@ def fit_of_sums(
     sites: int,
     paths: Callable[[Floats], FoldSums | None] | None = None,
 ) -> SecureCoxFit:
-    """Return the fit of the Cox regression from the sums of all sites' vectors, each of which is requested once.
+    """Return the Cox regression fitted from the sums of the sites' vectors. Each sum is requested only once.
 
     Args:
-        total: function that returns the sum at coefficients ``[p]`` of the columns scaled to [-1, 1], for a metric of
-            Firth's penalty. None if sites cannot answer, which must not happen if all coefficients are 0. Newton's step
-            is then halved.
-        terms: terms that the sites agree on.
+        total: function of the coefficients ``[p]`` of columns scaled to [-1, 1] and of a metric for Firth's penalty.
+            The function returns the sum of the vectors, or None if sites cannot answer, which must not happen if all
+            coefficients are 0. If the result is None, Newton's step is halved.
+        terms: terms on which the sites agree.
         names: names of the columns, for messages.
         sites: number of sites in a sum.
-        paths: function that returns the sums of a cross-validation at coefficients ``[K, p]``. None: the strength of a
-            ridge is the strength in the terms.
+        paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
+            None, the strength of a ridge is that in the terms.
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.
-        ConfigError: a sum is impossible.
+        ConfigError: no rows can give one of the sums.
     """
     zero = np.zeros(len(names))
     none = np.zeros((len(names), len(names))) if terms.firth else None
@@ -149,7 +149,7 @@ def fit_of_sums(
         raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave this column out")
 
     def evaluate(gamma: Floats) -> Likelihood:
-        """Return the likelihood at coefficients of columns with unit spread."""
+        """Return the likelihood at the coefficients of columns with unit spread."""
         nonlocal last, here
         beta = gamma / spread
         if not np.array_equal(beta, last):
@@ -212,13 +212,14 @@ def fit_of_sums(
 
 
 def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weights: Floats) -> float:
-    """Return a bound on the distance of the coefficients from the fit of exact sums.
+    """Return a bound on the distance between the coefficients and the fit that exact sums would give.
 
-    Each sum is assumed to be within `error` of the exact sum.
+    Each sum is assumed to differ from the exact sum by at most `error`.
 
-    Exact sums have a gradient g and an information I at the fit. With rows in [-1, 1]^p, two rows are at most R = 2
-    sqrt(p) apart. The exact fit is then within -log(1 - R |g| / lambda) / R, where lambda is the smallest eigenvalue of
-    I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes to both and has no third derivative.
+    Let g be the gradient and I the information that exact sums have at the fit. For rows in [-1, 1]^p, two rows are at
+    most R = 2 sqrt(p) apart. The exact fit is then at most -log(1 - R |g| / lambda) / R away, where lambda is the
+    smallest eigenvalue of I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes to g and I, and its
+    third derivative is 0.
     """
     value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
     columns = len(value)
@@ -236,7 +237,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
 
 def _slack(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
-    """Return, for each entry, an error bound of the gradient ``[p]`` and the information against exact sums."""
+    """Return bounds on the errors of the gradient ``[p]`` and of the information that rounded sums cause."""
     columns = sums.total.shape[1]
     slack, matrix = np.full(columns, len(sums.deaths) * error), 0.0
     for k in range(int(sums.deaths.max(initial=0))):

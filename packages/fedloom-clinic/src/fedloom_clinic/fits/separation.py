@@ -1,4 +1,4 @@
-"""Reasons why a regression by sums has no finite fit: columns that depend on each other, or that separate the rows.
+"""Reasons why a regression has no finite fit: columns that are linearly dependent, or that separate the rows.
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
 models", Biometrika 1984. K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
@@ -7,9 +7,9 @@ for generalized linear models", arXiv:1903.01633v6 (Poisson). M. Jacobsen, "Exis
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
 A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and some
-row is fitted better. If rows are available, a linear program finds such a direction: maximize the sum of ``a_i b``
-subject to ``a_i b >= 0``, where ``a_i`` is a difference that the fit must not make negative. From sums alone, Newton's
-method reveals the direction (see `recession`).
+row is fitted better. If rows are available, a linear program finds such a direction. The program maximizes the sum of
+``a_i b`` subject to ``a_i b >= 0``, where ``a_i`` is a difference that must not become negative. If only sums are
+available, the steps of Newton's method reveal the direction (see `recession`).
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from fedloom.errors import DataError
 Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
-"""Condition number of the information from which on columns count as dependent: a correlation above 1 - 1e-12, of which
-double precision leaves no digit."""
+"""Condition number of the information from which on columns are regarded as dependent. This condition number
+corresponds to a correlation above 1 - 1e-12, of which double precision leaves no digit."""
 MIN_LOADING = 1e-4
-"""Weight of a column in a dependence below which the column does not count as part of it.
+"""Minimum weight of a column in a dependence. A column with a smaller weight is not regarded as part of the dependence.
 
-Rounding leaves less than 1e-6 for such a column.
+For such a column, rounding errors are below 1e-6.
 """
 COLLAPSED_SHARE = 1e-6
-"""Share of the information at 0 below which a direction is suspicious. If rows are separated, Newton's method ends with
-a share near 1e-12. A fit that exists may also end with a share of 1e-11, if a column has a cell that is 1e6 spreads
-away from all others, so the share alone decides nothing."""
+"""Fraction of the information at 0 below which a direction is suspected of separation. If rows are separated, Newton's
+method ends with a fraction near 1e-12. If a column has a cell that is 1e6 spreads away from all others, a regression
+that has a fit may also end with a fraction of 1e-11. The fraction alone is therefore not sufficient."""
 MIN_LIKELIHOOD_RISE = 1e-6
-"""Increase of the log-likelihood by a step below which the limit is near: no test of a coefficient detects such a small
-increase."""
+"""Increase of the log-likelihood in a step below which the likelihood is regarded as close to its limit. No test of a
+coefficient detects such a small increase."""
 STILL_MOVING = 0.5
-"""Ratio of the length of the last step to the length of the step before. If rows are separated, the distance of the
-likelihood from its limit decreases as exp(-length), and every step of Newton's method is as long as the step before.
-Otherwise steps shrink quadratically. Among 1,590 random Cox, logistic and Poisson regressions, of which the linear
-program found 61 to be separated, the three conditions of `recession` identified 58, left 3 as not converged, and did
-not flag any regression that has a fit. Columns were normal, skewed, rare, or contained a cell up to 1e6 spreads away,
-on scales from 1e-6 to 1e6."""
+"""Minimum ratio between the lengths of the last step and the step before it if rows are separated. In this case, the
+distance of the likelihood from its limit decreases as exp(-length), and all steps of Newton's method have the same
+length. Otherwise, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson regressions, the
+linear program found 61 to be separated. The three conditions of `recession` identified 58 of these, left 3 as not
+converged, and did not flag any regression that has a fit. Columns were normal, skewed, rare, or contained a cell up to
+1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
-"""Smallest gain of the linear program in some row, and largest loss in any row, relative to the row's largest entry."""
+"""Gain that the linear program must reach in some row, and loss that it may have in any row, relative to the row's
+largest entry."""
 ROUNDING_SHARE = 1e-9
-"""Part of a row visible to the remaining directions below which it is only rounding."""
+"""Fraction of a row below which its component in the remaining directions is regarded as a rounding error."""
 PROGRAM_ROWS = 2000
-"""Number of rows with which the linear program starts, and number of rows that are added at a time if some rows are
-violated."""
+"""Number of rows with which the linear program starts, and maximum number of violated rows that are added at a time."""
 MIN_SUPPORT_SHARE = 0.1
-"""Part of the largest entry from which on a column counts in a direction that is known only from sums."""
+"""Fraction of the largest entry from which on a column is named as part of a direction that is known only from sums."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
     """Return the groups of columns that depend on each other, given by the null vectors of the information at 0.
 
     Args:
-        information: information ``[p, p]`` at coefficients of 0, where every row counts, so that it has a null vector
-            only if a combination of columns has the same value in every row at risk.
+        information: information ``[p, p]`` at coefficients of 0. At these coefficients, every row has weight, so a null
+            vector exists only if a combination of columns has the same value in every row at risk.
         names: names of the columns.
     """
     size = np.sqrt(np.maximum(information.diagonal(), 0))
@@ -74,7 +74,7 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
 
 
 def _reduced(rows: Floats) -> Floats:
-    """Return a row space reduced to rows with few entries, each with an entry that the other rows do not have."""
+    """Return a basis of the row space in which rows have few entries, and each has an entry that no other row has."""
     rows, done = rows.copy(), list[int]()
     for k in range(len(rows)):
         free = np.abs(rows[k:])
@@ -89,10 +89,10 @@ def _reduced(rows: Floats) -> Floats:
 
 
 def check_columns(information: Floats, names: Sequence[str]) -> None:
-    """Raise if columns depend on each other.
+    """Raise if columns are linearly dependent.
 
     Raises:
-        DataError: some columns depend on each other. The message names only these columns.
+        DataError: some columns are linearly dependent. The message names only these columns.
     """
     groups = dependent_columns(information, names)
     if not groups:
@@ -105,20 +105,20 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 
 
 def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:
-    """Return, from sums alone, a direction of increase without information, or None if there is none.
+    """Return a direction in which the likelihood increases without information, found from sums alone, or None.
 
-    In this direction, the likelihood still rises although its information has vanished.
+    In such a direction, the likelihood still rises although its information has vanished.
 
-    Three conditions must hold. In some direction, less than `COLLAPSED_SHARE` of the information at 0 remains. The
-    likelihood has almost reached its limit, so that the last step raised it by less than `MIN_LIKELIHOOD_RISE`.
-    Nevertheless, this step of Newton's method was at least `STILL_MOVING` times as long as the step before, measured by
-    the information at 0.
+    Three conditions must hold. First, there is a direction in which less than `COLLAPSED_SHARE` of the information at 0
+    remains. Second, the likelihood has almost reached its limit, so that the last step raised it by less than
+    `MIN_LIKELIHOOD_RISE`. Third, the last step of Newton's method was nevertheless at least `STILL_MOVING` times as
+    long as the step before it, measured with the information at 0.
 
     Args:
-        first: information at 0 ``[p, p]``, which is regular.
-        information: information at the end of the steps.
-        steps: last two steps, each ``[p]``.
-        rise: rise of the log-likelihood in the last step, to second order.
+        first: information at 0, ``[p, p]``, which must be regular.
+        information: information after the last step.
+        steps: the last two steps, each ``[p]``.
+        rise: increase of the log-likelihood in the last step, to second order.
     """
     before, last = steps
     if not rise < MIN_LIKELIHOOD_RISE or not np.isfinite(information).all() or not is_suspect(first, information):
@@ -129,7 +129,7 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
 
 
 def is_suspect(first: Floats, information: Floats) -> bool:
-    """Return True if some direction has lost so much information that separation must be checked."""
+    """Return True if the information in some direction has become so small that separation must be checked."""
     from scipy.linalg import eigh  # slow to import
 
     if not np.isfinite(information).all():
@@ -138,12 +138,14 @@ def is_suspect(first: Floats, information: Floats) -> bool:
 
 
 def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
-    """Return a direction of separation with as few columns as possible, found by linear programs, or None without one.
+    """Return a direction of separation with as few columns as possible, found by linear programs, or None.
 
     Args:
-        gains: differences that must not be negative, and at least one of which must be positive ``[m, p]``.
-        equal: differences that must be 0 ``[k, p]``.
-        free: number of leading columns that are intercepts, which are always kept in the search for the fewest columns.
+        gains: differences ``[m, p]`` that must not be negative in the direction, and of which at least one must be
+            positive.
+        equal: differences ``[k, p]`` that must be 0 in the direction.
+        free: number of columns at the beginning that are intercepts. Intercepts are always kept in the search for the
+            fewest columns.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
     direction = _direction(gains / size, equal / size)
@@ -163,7 +165,7 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
 
 
 def _direction(gains: Floats, equal: Floats) -> Floats | None:
-    """Return the direction with the largest gain in the box [-1, 1]^p, or None without a gain."""
+    """Return the direction with the largest gain in the box [-1, 1]^p, or None if there is no gain."""
     from scipy.linalg import null_space  # slow to import
     from scipy.optimize import linprog
 
@@ -205,14 +207,14 @@ def _direction(gains: Floats, equal: Floats) -> Floats | None:
 def no_finite_fit(
     direction: Floats, names: Sequence[str], free: int = 0, least: float = 1e-9, *, exact: bool = True
 ) -> DataError:
-    """Return the error for separated rows, with the separating columns and the directions of their coefficients.
+    """Return the error for separated rows, which names the separating columns and the directions of their coefficients.
 
     Args:
-        direction: direction of the coefficients of columns with unit spread ``[p]``.
+        direction: direction of the coefficients of columns with unit spread, ``[p]``.
         names: names of the columns.
-        free: number of leading columns that are intercepts, which are named only if no column is named.
-        least: part of the largest entry below which a column is not named.
-        exact: True if no row contradicts the direction. Otherwise, some row contradicts it, but by so little that the
+        free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column is.
+        least: fraction of the largest entry below which a column is not named.
+        exact: True if no row contradicts the direction. If False, some row contradicts it, but by so little that the
             likelihood changes only by rounding.
     """
     without = "without limit" if exact else "until rounding hides the rest, since far cells alone contradict"
@@ -234,5 +236,5 @@ def no_finite_fit(
 
 
 def _listed(words: Sequence[str]) -> str:
-    """Return words as an English list."""
+    """Return words in the form of an English list."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

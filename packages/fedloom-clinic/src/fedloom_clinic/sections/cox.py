@@ -1,4 +1,4 @@
-"""Cox regression of a run: hazard ratios with intervals, and the losses caused by bins and minimum counts."""
+"""Section on the Cox regressions of a run: hazard ratios with intervals, and losses due to bins and minimum counts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ COLUMN_NAMES = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the regressions of some runs, or None if no run contains a regression."""
+    """Return the section on the Cox regressions of some runs, or None if the runs contain none."""
     body = cox_tables(runs)
     return Section("Cox regression", COX_TEXT, body, {"cox": cox_csv(runs)}) if body else None
 
 
 def cox_tables(runs: list[Run]) -> str:
-    """Render an HTML table for each run with a Cox regression over the rows of all clients."""
+    """Return HTML with a table for each run that contains a Cox regression over the rows of all clients."""
     text = ""
     for run in runs:
         rows = _rows(run)
@@ -39,7 +39,7 @@ def cox_tables(runs: list[Run]) -> str:
 
 
 def cox_csv(runs: list[Run]) -> str:
-    """Return every column of every regression, unscaled."""
+    """Return a table with every column of every regression, without rounding."""
     lines = [{"run": run.label, **row} for run in runs for row in _rows(run)]
     return (
         csv_of(tuple(dict.fromkeys(["run", *COLUMN_NAMES, *(name for line in lines for name in line)])), lines)
@@ -58,7 +58,7 @@ def _rows(run: Run) -> list[dict[str, Any]]:
 
 
 def cox_words(row: dict[str, Any]) -> str:
-    """Return a sentence about the rows of a regression and its losses."""
+    """Return a sentence about the number of rows in a regression and its losses."""
     rows, events, beyond, rare, left_out, bins, least = (
         int(row[name]) for name in ("rows", "events", "late_lost", "rare_lost", "left_out", "bins", "least")
     )

@@ -1,4 +1,4 @@
-"""A new client: results at each site of models that were trained without this site."""
+"""Section on new clients: results at each site of models that were trained without this site."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LEFT_OUT_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the clients omitted from some runs, or None if no run omits clients."""
+    """Return the section on clients left out in some runs, or None if no run has left out clients."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 
 
 def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render, for each run that omitted every site in turn, an HTML table of each method with a global model."""
+    """Return HTML with a table of the methods with a global model, for each run that left out every site in turn."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
@@ -79,7 +79,7 @@ def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, se
 
 
 def write_left_out_csv(runs: list[Run]) -> str:
-    """Return each metric of each omitted site, by seed and unscaled."""
+    """Return a table with each metric of each site that was left out, by seed and without rounding."""
     lines = [
         (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in LEFT_OUT_COLUMNS))
         for run in runs

@@ -1,4 +1,4 @@
-"""Reference models from scikit-learn next to the federation: a regression and a forest for each site."""
+"""Section on reference models from scikit-learn, which are compared with the federation: a regression and a forest."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ REFERENCES_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the reference models of some runs, or None without them."""
+    """Return the section on the reference models of some runs, or None if no run has reference models."""
     body = reference_tables(runs, rows, lead)
     return Section("Reference models", REFERENCES_TEXT, body) if body else None
 
 
 def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render an HTML table for each run with fitted reference models."""
+    """Return HTML with a table for each run that has fitted reference models."""
     text = ""
     for run in runs:
         table = read_columns(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))

@@ -1,4 +1,7 @@
-"""Sections on analyses by sums: the figures that a reader compares, as means over seeds. The CSV has all of them."""
+"""Sections on analyses that are computed from sums over clients.
+
+The sections show the numbers that a reader compares, as means over seeds. The CSV file contains all numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from fedloom.rundir import REPAIR_HINT, analysis_file
 
 
 class Shown(NamedTuple):
-    """What a section shows of a recorded table.
+    """Parts of a recorded table that a section shows.
 
     Attributes:
-        title: the heading.
-        lead: sentences below it.
-        keys: heads of the columns that name a line, by column.
-        values: heads of the columns of numbers, by column.
+        title: heading of the section.
+        lead: sentences below the heading.
+        keys: headings of the columns that identify a row, keyed by column.
+        values: headings of the columns with numbers, keyed by column.
     """
 
     title: str
@@ -86,11 +89,11 @@ SHOWN_TABLES: Mapping[str, Shown] = {
         {"coefficient": "Coefficient"},
     ),
 }  # fmt: skip
-"""Sections by the kind of the analysis."""
+"""Sections, keyed by the kind of the analysis."""
 
 
 def make_section(kind: str, runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on an analysis in some runs, or None if no run contains the analysis."""
+    """Return the section on one kind of analysis in some runs, or None if no run contains this analysis."""
     shown, body, plain = SHOWN_TABLES[kind], "", plain_section(runs, analysis_file(kind))
     for run in runs:
         path = run.path / analysis_file(kind)

@@ -264,7 +264,7 @@ def check(
     """
     with errors():
         from fedloom_sites.deploy.ops.check import check_site
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         refused = 0
         for finding in check_site(read_site(site / "site.toml"), offline=offline):
@@ -291,7 +291,7 @@ def rehearse_attacks(
     with errors():
         from fedloom.lab.printing import print_texts
         from fedloom_sites.deploy.rehearsal.rehearse import rehearse as play
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         settings = read_site(site / "site.toml")
         rows = [row.as_record() for row in play(settings)]
@@ -375,7 +375,7 @@ def status(
 
         if (folder / "site.toml").exists():
             from fedloom_sites.deploy.alarms import site_status
-            from fedloom_sites.deploy.settings import read_site
+            from fedloom_sites.deploy.setting_files import read_site
 
             here = site_status(read_site(folder / "site.toml"))
             facts = (f"{what}: {here[what]}" for what in ("site", "messages", "refused", "repeated", "last"))
@@ -430,7 +430,7 @@ def verify_log(
         from fedloom_sites.deploy.audit import SENT_FILE
         from fedloom_sites.deploy.audit import verify_log as check_log
         from fedloom_sites.deploy.ops.status import server_of
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
 
         logs = [place]
         if (place / "site.toml").exists():

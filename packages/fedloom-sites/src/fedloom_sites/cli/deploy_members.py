@@ -184,7 +184,7 @@ def approve(
     """
     with errors():
         from fedloom_sites.deploy.ops.members import keys_digest, proposed, take
-        from fedloom_sites.deploy.settings import read_site
+        from fedloom_sites.deploy.setting_files import read_site
         from fedloom_sites.deploy.site.approval import approve as approve_run
 
         members = list[Any]()

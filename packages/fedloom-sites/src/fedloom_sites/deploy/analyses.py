@@ -152,6 +152,11 @@ class AgreedAnalysis:
             raise Broken(
                 f"the analysis {self.name} has at most {self.rules.questions} steps, so there is no step {step}"
             )
+        if step >= len(order) and order[-1] not in analysis.retried:
+            raise Broken(
+                f"the analysis {self.name} asks each question once (a repeated question must be named in retried), so "
+                f"there is no step {step}"
+            )
         question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
         if question.name != wanted:
             raise Broken(f"step {step} of the analysis {self.name} asks {wanted!r}, got {question.name!r}")

@@ -34,7 +34,7 @@ def run_server(grid: Grid, context: Context) -> None:
         FedloomError: the run did not finish. Flower records the run as failed after the message has been printed.
     """
     from fedloom_sites.deploy.server.run import STOP_PREFIX, finished, serve
-    from fedloom_sites.deploy.settings import read_server
+    from fedloom_sites.deploy.setting_files import read_server
 
     try:
         settings = read_server(_file(context.run_config, SERVER_KEY, "run"))

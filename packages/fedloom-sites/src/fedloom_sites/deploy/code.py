@@ -24,7 +24,8 @@ from fedloom.models.spec import DIGEST_MARK
 from fedloom.storage.files import content_of
 from fedloom.storage.toml_files import document_of
 from fedloom.trust import is_installed, vouch
-from fedloom_sites.deploy.settings import Shared, check_agreed, check_fingerprint, digest
+from fedloom_sites.deploy.setting_files import check_agreed, check_fingerprint, digest
+from fedloom_sites.deploy.settings import Shared
 
 CODE_FOLDER = "code"
 INITIAL_MODEL_FILE = "weights.safetensors"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.analyses import Bounds
 from fedloom.analyses.patients import GroupScore
 from fedloom.data import Federation
 from fedloom.data.groups import group_names, groups_of, published, row_counts, subjects_of
@@ -23,13 +24,14 @@ from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 from fedloom.tasks.sums import metric_names, metrics_of, sums_of, width
+from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.protocol.envelope import MAX_FIGURES
 from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
+from fedloom_sites.deploy.secure.vectors import SUMMED_MODELS
 
 SCORED_MODELS = ("global", "hybrid", "personal")
-RESOLUTION_BITS, MAX_SUM = 24, 2.0**32
-"""Under masks, sums are sent as multiples of 2^-24, and each sum is at most 2^32. The sum of 100 such numbers is below
-2^63 steps."""
+SUM_STEP, MAX_SUM = 2.0**-24, 2.0**64
+"""Sums are sent under masks as multiples of the step. A site with a larger sum sends none of its scores."""
 Group = tuple[str, str]
 """Kind of a model, and name of a group."""
 Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
@@ -84,7 +86,10 @@ class GroupSums:
         self._choices, self._part = choices, [choices.index(choice) for choice, _ in names]
         self._width = width(self._task) if names else 0
         self._keys = [(kind, group) for kind in SCORED_MODELS for group in self.groups]
-        self.length = len(self._keys) * self._width + bool(names)
+        self._summed = [key for key in self._keys if key[0] in SUMMED_MODELS]
+        largest = torch.full((len(self._summed) * self._width,), MAX_SUM)
+        self._form = AnswerForm(Bounds.between(-largest, largest, SUM_STEP), job.n)
+        self.length = self._form.length if names else 0
 
     @property
     def names(self) -> set[str]:
@@ -195,42 +200,32 @@ class GroupSums:
         return is_summed
 
     def encode(self, cells: Cells, summed: Sequence[bool]) -> Integers | None:
-        """Encode a site's sums as integers, followed by 1 if a sum was clipped. Return None if a sum is NaN.
+        """Return a site's sums as integers, or None if a sum is NaN or too large.
 
-        The sums are zero for a group that is not summed or has no samples at this site.
+        The sums are zero for a group that is not summed or has no sample at this site. No sum is clipped: if a model
+        could clip the sums of all sites but one, the total would show the sums of that site.
         """
         if not self.length:
             return np.zeros(0, dtype=np.uint64)
         wanted = {name for name, is_summed in zip(self.groups, summed, strict=True) if is_summed}
         nothing = torch.zeros(self._width, dtype=torch.float64)
-        rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._keys]
+        rows = [cells[key][0] if key in cells and key[1] in wanted else nothing for key in self._summed]
         values = torch.stack(rows).flatten()
-        if bool(values.isnan().any()):
-            return None
-        clipped = values.clamp(-MAX_SUM, MAX_SUM)
-        steps = np.rint(np.ldexp(clipped.numpy(), RESOLUTION_BITS)).astype(np.int64)
-        return np.append(steps, int((clipped != values).any())).view(np.uint64)
+        return self._form.encode(values, 0, 0) if bool((values.abs() <= MAX_SUM).all()) else None
 
-    def decode(self, total: Integers, count: int) -> tuple[list[GroupScore], int]:
-        """Decode each group's scores for all sites together, and the number of sites that clipped a sum.
-
-        If a site clipped a sum, there are no scores.
+    def decode(self, total: Integers, count: int) -> list[GroupScore]:
+        """Return the scores of all sites together by group.
 
         Raises:
             Broken: a sum is out of range.
         """
         if not self.length:
-            return [], 0
-        *whole, clipped = total.view(np.int64).tolist()
-        if not 0 <= clipped <= count:
-            raise Broken("the count of clipped sums over groups is out of range: a mask was not removed")
-        values = np.ldexp(np.array(whole, dtype=np.float64), -RESOLUTION_BITS).reshape(len(self._keys), self._width)
-        if bool((np.abs(values) > count * MAX_SUM).any()) or bool((values[:, :1] < 0).any()):
-            raise Broken("the sum over a group of samples is out of range: a mask was not removed")
-        if clipped:
-            return [], clipped
-        rows = zip(self._keys, torch.from_numpy(values), strict=True)
-        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)], 0
+            return []
+        values = self._form.decode(total, count)[0].view(len(self._summed), self._width)
+        if bool((values[:, :1] < 0).any()):
+            raise Broken("the number of samples in a group is negative: a mask was not removed")
+        rows = zip(self._summed, values, strict=True)
+        return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)]
 
     def _merge_sites(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
         figures = metrics_of(self._task, sums)

@@ -24,7 +24,8 @@ from fedloom.storage.files import content_of
 from fedloom_sites.deploy.analyses import DEFAULT_LEAST, agreed_analyses, digest_subjects
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
-from fedloom_sites.deploy.settings import SNAPSHOTS_FOLDER, Site, read_site
+from fedloom_sites.deploy.setting_files import SNAPSHOTS_FOLDER, read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import check_data_name
 from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE

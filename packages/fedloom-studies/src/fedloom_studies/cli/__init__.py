@@ -1,4 +1,7 @@
-"""Commands ``fedloom reproduce`` and ``fedloom map``. Fedloom loads them through the package's entry points."""
+"""The commands ``fedloom reproduce`` and ``fedloom map``.
+
+These commands are found through the entry points of this package.
+"""
 
 from fedloom_studies.cli import map, reproduce
 

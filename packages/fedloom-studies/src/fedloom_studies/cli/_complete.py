@@ -1,4 +1,4 @@
-"""Names of recipes and setups for shell completion, read from files."""
+"""Names of recipes and setups for shell completion, read from the package's data files."""
 
 import tomllib
 from importlib.resources import files
@@ -12,6 +12,6 @@ recipes = offer(
         f.name[:-5] for f in (_PACKAGE_FILES / "reproduce" / "recipes").iterdir() if f.name.endswith(".toml")
     )
 )
-"""Names for ``fedloom reproduce``."""
+"""Names that complete an argument of ``fedloom reproduce``."""
 setups = offer(lambda: tomllib.loads((_PACKAGE_FILES / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
-"""Names for ``fedloom map``."""
+"""Names that complete an argument of ``fedloom map``."""

@@ -1,4 +1,4 @@
-"""``fedloom reproduce``: tables and figures of the papers."""
+"""The command ``fedloom reproduce``, which reproduces tables and figures of papers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary
 
 CHEAP_CORE_MINUTES = 30.0
-"""Number of core-minutes for five seeds below which more seeds may be added to a recipe."""
+"""Maximum cost of a recipe with five seeds, in core-minutes, at which more seeds may be added to it."""
 
 
 @app.command(rich_help_panel="Studies")
@@ -84,9 +84,9 @@ def reproduce(
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
-    """Run the experiments of a paper's table, and judge its claims.
+    """Run the experiments behind a table of a paper, and judge the paper's claims.
 
-    Run the command again to resume.
+    Run the same command again to resume.
 
     Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
     """
@@ -199,7 +199,7 @@ def _run(
 
 
 def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
-    """Print both tables of a recipe on standard output."""
+    """Print the table of values and the table of claims of a recipe."""
     from fedloom.lab.printing import print_texts
     from fedloom_studies.reproduce import judge
     from fedloom_studies.reproduce.cells import cells
@@ -223,9 +223,9 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
-    """Add seeds up to the next look while a claim is undecided and the recipe is cheap.
+    """Add seeds step by step while a claim is undecided, provided that the recipe is cheap.
 
-    Return False if the time ran out.
+    Return False if the time limit was reached.
     """
     from fedloom_studies.reproduce.judge import claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
@@ -248,7 +248,10 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
 
 
 def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
-    """Run the experiments in the frozen list, the cheapest per claim first, until the time runs out (exit 130)."""
+    """Run the experiments of the frozen list, starting with the lowest cost per claim.
+
+    At the time limit, exit with code 130.
+    """
     from fedloom.lab.printing import print_texts
     from fedloom.lab.progress import count_progress
     from fedloom_studies import decide
@@ -288,7 +291,10 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
 def _verify(
     recipe: Recipe, scale: Scale, results: Path, data_dir: Path | None, workers: str, only: list[str]
 ) -> None:  # fmt: skip
-    """Report if one seed of a summary is reproduced: equal, equal within numerical noise, or different (exit 1)."""
+    """Rerun one seed of a summary and report whether its values are equal, equal up to numerical noise, or different.
+
+    In the last case, exit with code 1.
+    """
     from tempfile import TemporaryDirectory
 
     from fedloom.lab.progress import count_progress
@@ -345,7 +351,7 @@ def _seeds(text: str | None) -> list[int]:
 
 
 def seconds(text: str) -> float:
-    """Return the number of seconds in a duration such as 90s, 150m or 2h.
+    """Convert a duration such as 90s, 150m or 2h to seconds.
 
     Raises:
         ConfigError: the text is not a duration.

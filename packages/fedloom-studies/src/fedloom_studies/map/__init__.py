@@ -1,1 +1,1 @@
-"""The map: every method in every kind of federation, measured in the same way, and open to any user's method."""
+"""The map: all methods, including users' own, measured in the same way in many kinds of federations."""

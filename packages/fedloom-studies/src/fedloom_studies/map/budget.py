@@ -1,4 +1,4 @@
-"""Plan runs with equal gradients: the number of rounds for which FedAvg's gradients in a setup suffice for a method."""
+"""Planning at equal gradients: find the number of rounds in which a method computes as many gradients as FedAvg."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
-"""Relative difference up to which the number of gradients counts as equal to FedAvg's."""
+"""Relative difference up to which a number of gradients is considered equal to that of FedAvg."""
 
 
 class GradientBudget:
-    """Number of gradients that FedAvg computes in all rounds of a setup, by seed, and the corresponding rounds.
+    """Numbers of gradients that FedAvg computes in all rounds of a setup, for each seed, and plans for other methods.
 
     Args:
-        setup: federation and its rounds.
+        setup: federation, with its number of rounds.
         data_dir: folder with the data sets.
 
     Raises:
@@ -35,13 +35,13 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the number of rounds for which a method's total number of gradients is closest to FedAvg's.
+        """Return the number of rounds for which a method's total number of gradients comes closest to FedAvg's.
 
         Args:
-            cell: cell of the method.
-            params: settings of the method.
+            cell: the method in this setup.
+            params: settings of the method, keyed by name.
             seed: seed of the run.
-            whole: True to simulate every round, as in `fedloom.lab.tune.Budget.rounds`.
+            whole: True to run every round to measure its cost, as in `fedloom.lab.tune.Budget.rounds`.
 
         Raises:
             ConfigError, RunStopped, ClientError: as in `fedloom.lab.tune.Budget.rounds`.
@@ -51,11 +51,11 @@ class GradientBudget:
         return budget.rounds(for_scoring(setting, seed), fed, whole=whole)
 
     def missed(self, samples: float, seed: int) -> bool:
-        """Return True if a run's number of gradients is so far from FedAvg's that its rounds must be planned again."""
+        """Return True if a run's number of gradients is so far from FedAvg's that the run must be planned again."""
         return self._budget_of_seed(seed)[1].missed(samples)
 
     def alike(self, cell: Cell, first: CellRecord | None) -> bool:
-        """Return True if FedAvg's gradients suffice for every trial and seed of a record at equal rounds."""
+        """Return True if a method computes as many gradients as FedAvg in all recorded trials and equal-round runs."""
         setup = self._setup
         if first is None or first.status != DONE_STATUS or stale(Cell(setup, cell.method, first.space), first):
             return False

@@ -1,9 +1,11 @@
-"""Choose a few methods that cover the map: the portfolio that `fedloom advise` races.
+"""Selection of a few methods that cover the map.
 
-The regret of a selection of methods in a setup is the difference between its best method and the best of all methods,
-by mean test scores at equal gradients. Local training and FedAvg are always included. A greedy algorithm repeatedly
-adds the method that reduces the mean regret over the setups the most. Ties are broken by the largest regret, then by
-name.
+The selected methods form the portfolio that `fedloom advise` compares in a race.
+
+The regret of a selection in a setup is the difference between the best of all methods and the best of the selected
+methods, by mean test scores at equal gradients. Local training and FedAvg are always selected. A greedy algorithm then
+repeatedly adds the method that reduces the mean regret over the setups the most. Ties are broken by the smaller maximum
+regret, and then by name.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods that belong to every portfolio."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
-"""Methods that train after the last round, which a race would repeat at each of its comparisons."""
+"""Methods that are never selected. These methods train after the last round, which a race would repeat at each
+comparison."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
-"""Setting whose range is taken from a race's own file."""
+"""Name of the step size, whose range a race derives from the user's file."""
 Figures = Mapping[str, Mapping[str, float]]
-"""Mean test score of every method, by setup."""
+"""Mean test scores of methods, keyed by setup and method."""
 
 FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for their settings.
 # Local training and FedAvg always take part. The others are a greedy cover of the map's records at equal gradients:
@@ -39,7 +42,7 @@ FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for
 
 
 def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord]) -> Figures:
-    """Return every completed method's mean test score, by setup, for the setups in which methods are tuned."""
+    """Return the mean test score of every completed method in every setup with tuning, keyed by setup and method."""
     figures: dict[str, dict[str, float]] = {}
     for setup in setups:
         for (name, method), record in records.items():
@@ -51,7 +54,7 @@ def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], Cell
 
 
 def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
-    """Return the regret of a selection of methods in every setup."""
+    """Return the regret of a selection of methods in every setup, keyed by setup."""
     return {
         setup: max(means.values()) - max((means[name] for name in methods if name in means), default=-math.inf)
         for setup, means in figures.items()
@@ -59,7 +62,7 @@ def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
 
 
 def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
-    """Return greedily selected methods.
+    """Return the methods that the greedy algorithm selects.
 
     >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')
@@ -77,13 +80,13 @@ def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
 
 
 def leave_one_out(figures: Figures, size: int = PORTFOLIO_SIZE) -> dict[str, tuple[tuple[str, ...], float]]:
-    """Return, by setup, the portfolio chosen without that setup, and its regret in that setup."""
+    """Return, for each setup, the portfolio that would be selected without this setup, and its regret in this setup."""
     chosen = {setup: cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
     return {setup: (methods, regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
 
 
 def write_portfolio(methods: Sequence[str]) -> str:
-    """Return the text of the frozen file."""
+    """Return the content of the portfolio file."""
     spaces = dict[str, Any]()
     for name in methods:
         plan = parse({"data": {"source": "digits"}, "method": [{"algorithm": name}]}, name)

@@ -1,4 +1,4 @@
-"""Measure cells on an executor, to which a cell is sent as text and which returns its record."""
+"""Measurement of cells on an executor. A cell (a method in a setup) is sent as text, and its record is sent back."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from fedloom_studies.map.setups import Cell, Setup
 from fedloom_studies.reproduce.execute import TimeBudget
 
 RECORD_FILE = "record.json"
-"""File in a reply that contains the record of a cell."""
+"""File in a worker's reply that contains the record of a cell."""
 
 
 def measure_elsewhere(
     executor: Executor, todo: Sequence[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path,
     data_dir: Path | None, say: Callable[[str], object], *, again: bool = False,
 ) -> bool:  # fmt: skip
-    """Measure cells on an executor, and write their records. Return True if all cells ended.
+    """Measure cells on an executor and write their records. Return True if all cells have ended.
 
     Args:
-        executor: executor that measures the cells, with one call for each.
+        executor: executor that measures the cells, with one call for each cell.
         todo: cells to run.
-        records: records before the call.
-        results: file with the records.
-        data_dir: folder with the data sets. A setup without its data is omitted.
-        say: function that is called for every cell.
-        again: True for a second look at each cell.
+        records: records that existed before the call, keyed by setup and method.
+        results: file in which the records are stored.
+        data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
+        say: function that is called with a sentence about every cell.
+        again: True to rerun each cell with other seeds, to confirm its verdict.
 
     Raises:
-        FedloomError: the code of a method differs on a worker, or the executor lost a cell several times.
+        FedloomError: a worker has different code for a method, or the executor lost a cell several times.
     """
     check_executor(executor)
     checksums, cells, units = dict[str, str](), list[Cell](), list[str]()
@@ -81,16 +81,16 @@ def measure_elsewhere(
 
 
 def compute_cell(_experiment: str, unit: str) -> bytes:
-    """Return the record of a cell, which may be measured on any machine.
+    """Measure a cell on any machine and return the record.
 
-    The same arguments give the same record, apart from its time, machine and date.
+    Apart from the time, machine and date, the same arguments always give the same record.
 
     Args:
-        _experiment: not used. A cell contains its entire experiment.
-        unit: JSON with the cell, its records, and the checksum of its data.
+        _experiment: not used. A cell contains its whole experiment.
+        unit: JSON object with the cell, its existing records, and the checksum of its data.
 
     Returns:
-        The `UnitReply` with the record, as bytes.
+        A `UnitReply` with the record, encoded as bytes.
     """
     fields = json.loads(unit)
     seeds = {key: tuple(fields["setup"][key]) for key in ("tuning", "seeds", "again")}
@@ -130,9 +130,9 @@ def _checksum(setup: Setup, data_dir: Path | None) -> str:
 
 
 def _source(cell: Cell) -> str:
-    """Return the digest of the code of a cell's method on this machine.
+    """Return the digest of the code of a cell's method, as installed on this machine.
 
-    The digest is empty if the method is not applicable.
+    The digest is empty if the method cannot be run in this setup.
     """
     try:
         return cell.source

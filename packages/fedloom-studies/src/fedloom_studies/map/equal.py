@@ -1,4 +1,4 @@
-"""Show gains and losses of methods at equal gradients, in a section of the map's page and of each setup's page."""
+"""Sections of the map's pages about gains and losses of methods at equal gradients."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from fedloom_studies.map.statements import (
 GRADIENTS_PROTOCOL: Protocol = "gradients"
 Records = Mapping[tuple[str, str], CellRecord]
 EQUAL_GRADIENTS_TEXT = """\
-This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that a rule selected in advance. Every
-run takes as many gradients as FedAvg takes at equal rounds, to within a tenth. The number of rounds follows from this
-budget, which includes work before the first round and after the last round.{dearer} The search for settings is
-repeated with the same trials, seeds and data. If a method already takes FedAvg's gradients at equal rounds, its runs
-are reused or repeated, and its change is not tested. The table is based on {cells}: {reused} reused and {repeated}
-repeated. *Lower* and *higher* list methods with a mean that differs significantly from their mean at equal rounds
-(paired t tests over seeds, with Holm's correction over the methods of a federation whose work differs)."""
+This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that were selected in advance by a rule.
+Every run computes as many gradients as FedAvg does at equal rounds, to within 10 %. The number of rounds follows from
+this budget, which includes work before the first round and after the last round.{dearer} The search for settings is
+repeated with the same trials, seeds and data. If a method already computes as many gradients as FedAvg at equal
+rounds, its runs are reused or repeated, and its change is not tested. The table is based on {cells}: {reused} reused
+and {repeated} repeated. The columns *lower* and *higher* list the methods whose mean differs significantly from their
+mean at equal rounds (paired t tests over seeds, with Holm's correction over the methods of a federation whose work
+differs)."""
 
 
 class BothProtocols(NamedTuple):
-    """A setup under both protocols.
+    """Results in one setup under both protocols.
 
     Attributes:
-        rounds: the setup at equal rounds.
-        gradients: the setup at equal gradients.
-        records: records at equal gradients as they were written: reused records contain no values.
-        changes: change of the mean from equal rounds to equal gradients, for every method whose work differs, tested as
-            one family.
+        rounds: verdicts at equal rounds.
+        gradients: verdicts at equal gradients.
+        records: records at equal gradients as they were written, keyed by method. Reused records contain no values.
+        changes: difference of the mean at equal gradients from the mean at equal rounds, for every method whose work
+            differs. All differences form one family of tests.
     """
 
     rounds: SetupVerdict
@@ -55,23 +56,23 @@ class BothProtocols(NamedTuple):
 
     @property
     def repeated(self) -> list[str]:
-        """Methods that were run again with the same work as at equal rounds."""
+        """Methods that were run again although their work is the same as at equal rounds."""
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]
         return [name for name in again if self.rounds.find(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
-        """Return the methods with a significant change of this sign, the largest change first."""
+        """Return the methods whose change is significant and has the given sign, with the largest change first."""
         clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
         return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
 
 
 def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
-    """Return the judged setup at equal gradients, and every method's change.
+    """Compare the results of a setup at equal gradients with those at equal rounds.
 
     Args:
-        rounds: the setup at equal rounds.
+        rounds: verdicts of the setup at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
@@ -86,14 +87,14 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
 
 
 def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
-    """Return True if a method computes as many gradients as FedAvg with every seed."""
+    """Return True if a method computed as many gradients as FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
     return all(abs(samples / fedavgs - 1) <= EQUAL_GRADIENTS_TOLERANCE for samples, fedavgs in spent)
 
 
 def changes_in_words(c: BothProtocols) -> str:
-    """Return sentences on the methods whose mean differs significantly between equal gradients and equal rounds."""
+    """Return sentences about methods whose means differ significantly between equal gradients and equal rounds."""
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
@@ -107,7 +108,7 @@ def changes_in_words(c: BothProtocols) -> str:
 
 
 def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
-    """Yield lines of the map's page: the protocol, and a row for every setup with results for both local and FedAvg."""
+    """Yield lines for the map's page: the protocol, and a row for every setup that has results for both baselines."""
     methods = methods_of(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
@@ -140,9 +141,9 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 
 
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
-    """Return a sentence on the methods that exceed FedAvg's number of gradients by more than a tenth.
+    """Return a sentence about methods that compute over 10 % more gradients than FedAvg.
 
-    These methods need that many gradients for a single round.
+    A single round of these methods already exceeds the budget.
     """
     named = []
     for c in comparisons:
@@ -152,11 +153,11 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
         methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
         if methods:
             named.append(f"{enumerated(methods)} in *{c.rounds.setup.title}*")
-    return f" Every run lasts at least one round, so it takes more gradients with {enumerated(named)}." if named else ""
+    return f" A run lasts at least one round, so some methods exceed the budget: {enumerated(named)}." if named else ""
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
-    """Yield the lines of a setup's page: sentences, a row for every method, and the methods that were not run."""
+    """Yield lines for a setup's page: sentences, a row for every method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:
@@ -190,7 +191,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
-    """Return remarks on a cell: stale, reused, and significant changes and gains."""
+    """Return remarks on a method: whether it is stale or reused, and which changes and gains are significant."""
     record, standing, change = c.records[method], c.gradients.find(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []

@@ -1,8 +1,8 @@
-"""Features of photos based on statistics of other photos, similar to features of a network trained on other data.
+"""Features of photos computed with statistics of other photos. These features replace those of a pretrained network.
 
 The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
-quantization: patches are normalized and whitened, and compared with random patches by a soft threshold. Patches,
-whitening and the scale of the features are based on CIFAR-100, whose photos belong to no client.
+quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches, the
+whitening and the scale of the features come from CIFAR-100, whose photos belong to none of the clients.
 """
 
 from __future__ import annotations
@@ -18,29 +18,28 @@ from fedloom.data import Dataset, Source, load
 from fedloom.errors import DataError
 
 PATCH_PIXELS, PATCH_STRIDE_PIXELS = 6, 2
-"""Side of a patch, and distance between two patches, in pixels."""
+"""Side length of a patch, and distance between neighboring patches, in pixels."""
 PATCH_COUNT = 64
 RESPONSE_THRESHOLD = 0.25
 CONTRAST_VARIANCE, WHITENING_VARIANCE = 10 / 255**2, 0.1
-"""Constants added to variances: to that of a patch before it is normalized, and to that along every direction before
-whitening."""
+"""Constants added to the variance of a patch before normalization, and to the variances before whitening."""
 FITTED_IMAGES = 2000
 BLOCK_IMAGES = 200
 
 
 class Cifar10Features(Source):
-    """The 10,000 official test images of CIFAR-10, each represented by 512 numbers.
+    """The 10,000 official test images of CIFAR-10, each represented by 512 features.
 
-    CIFAR-100 must be available, too.
+    The data set CIFAR-100 must also be available.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return features ``[10000, 512]`` and classes.
+        """Return the features ``[10000, 512]`` and the classes.
 
-        The features have mean 0 and standard deviation 1 on images of CIFAR-100.
+        Each feature is scaled to have mean 0 and standard deviation 1 on images of CIFAR-100.
 
         Raises:
-            DataError: one of the data sets, or the test images, are missing.
+            DataError: one of the data sets or the test images are missing.
         """
         return _features(data_dir)
 
@@ -62,11 +61,11 @@ def _features(data_dir: str | Path | None) -> Dataset:
 
 
 class PatchEncoder:
-    """Features of images, fitted on other images.
+    """Encoder that computes features of images, fitted to other images.
 
     Args:
-        images: images ``[N, 3, height, width]`` as bytes.
-        generator: generator that draws the patches.
+        images: images to fit, ``[N, 3, height, width]``, as bytes.
+        generator: random generator that selects the patches.
     """
 
     def __init__(self, images: Tensor, generator: torch.Generator) -> None:
@@ -78,9 +77,10 @@ class PatchEncoder:
         self.weights = whitening @ (drawn / drawn.norm(dim=1, keepdim=True)).T
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return features ``[N, 8 * PATCHES]``.
+        """Return the features of images, ``[N, 8 * PATCH_COUNT]``.
 
-        A feature is the excess of patches over the threshold in one direction, averaged over a quarter of the image.
+        Each feature is the amount by which patches exceed the threshold in one direction, averaged over a quarter of
+        the image.
         """
         return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])
 
@@ -92,9 +92,9 @@ class PatchEncoder:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Return all normalized patches ``[N, places, 3 * SIDE**2]`` of images.
+    """Return all normalized patches of images, as ``[N, positions, 3 * PATCH_PIXELS**2]``.
 
-    Each patch has mean 0, and has variance 1 unless it has no contrast.
+    Each patch has a mean of 0, and a variance close to 1 unless its contrast is low.
     """
     patches = unfold(images.float() / 255, PATCH_PIXELS, stride=PATCH_STRIDE_PIXELS).transpose(1, 2)
     patches = patches - patches.mean(-1, keepdim=True)

@@ -1,10 +1,11 @@
-"""Judge the records by values per seed, and by gains over the better of local and FedAvg.
+"""Verdicts on the map's records, from values by seed and from gains over the better of local training and FedAvg.
 
-All differences in a setup form one family of moderated tests (`fedloom.lab.report.comparison.family`), in which every
-method is compared with the better of local and FedAvg. Each seed splits the same samples in a new way. A verdict
-applies to these samples, and extends to other splits, cohorts and initial models. Across setups, methods are compared
-by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair (scikit-posthocs), using the
-setups and methods without missing results. A setup without tuning is not part of these tests.
+In each setup, every method is compared with the better of local training and FedAvg. All comparisons in a setup form
+one family of moderated tests (`fedloom.lab.report.comparison.family`). Each seed splits the same samples in a new way.
+A verdict applies to these samples only. A verdict extends to other splits, cohorts and initial models. Across setups,
+methods are compared by Friedman's test on the ranks of their means, followed by Nemenyi's test for every pair
+(scikit-posthocs). Only setups and methods without missing results are used. Setups without tuning are left out of these
+tests.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Setup
 
 MIN_SETUPS = 3
-"""Smallest number of setups, and of methods, for a statement on all setups together."""
+"""Minimum number of setups, and of methods, for a statement about all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
-"""First and last place of every group of neighbors that a test does not separate."""
+"""First and last positions of every group of adjacent methods that a test does not distinguish."""
 DETECTABLE_GAIN = 0.03
-"""Gain that a setup should be able to detect: a smaller gain would not justify a different method's work and
-traffic."""
+"""Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of another
+method."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect this gain. It is the power that studies usually plan for."""
+"""Probability with which a setup should detect this gain. This probability is the statistical power that studies
+usually aim for."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +53,17 @@ class Standing:
     """Result of a method in a setup.
 
     Attributes:
-        figures: values by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round.
-            ``gain_local`` and ``gain_fedavg`` are the mean over clients of the difference from that method's model.
-            ``gainers_local`` and ``gainers_fedavg`` are the share of clients for which the difference is positive.
-            ``mean_at_fedavg_work`` is the mean in the last evaluated round with no more gradients than FedAvg needed in
-            total, or NaN if there is none. ``gradients`` (of samples) and ``bytes`` cover the entire run.
-            ``rounds_to_95`` is the first evaluated round that reaches 95 % of the setup's best mean, or NaN if none
-            does.
-        gain: gain of ``mean`` over the better of local and FedAvg. None for the better method itself, and unless both
-            are done.
-        confirmed: True if the gain is also significant with the seeds of the second look. None if there was no second
-            look.
+        figures: values keyed by name and seed. ``mean``, ``worst10`` and ``variance`` are statistics of the metric over
+            clients after the last round. ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from
+            the models of local training and FedAvg. ``gainers_local`` and ``gainers_fedavg`` are the fractions of
+            clients for which this difference is positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
+            round in which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
+            ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
+            evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
+        gain: gain in ``mean`` over the better of local training and FedAvg. None for this baseline itself, and if
+            either of the two has no result.
+        confirmed: True if the gain is also significant, with the same sign, with the seeds of a second run. None if
+            there was no second run.
     """
 
     method: str
@@ -72,33 +74,34 @@ class Standing:
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict on the comparison with the better of local and FedAvg."""
+        """Verdict on the method compared with the better of local training and FedAvg."""
         return pair_verdict(self.gain, higher=True)
 
     @property
     def better(self) -> bool:
-        """True if the method is better than the better of local and FedAvg."""
+        """True if the method is better than both local training and FedAvg."""
         return self.verdict == PairVerdict.BETTER
 
     @property
     def worse(self) -> bool:
-        """True if the method is worse than the better of local and FedAvg."""
+        """True if the method is worse than the better of local training and FedAvg."""
         return self.verdict == PairVerdict.WORSE
 
 
 @dataclass(frozen=True)
 class SetupVerdict:
-    """A setup with its records.
+    """Verdicts on all methods in a setup, with their records.
 
     Attributes:
-        reference: the better of local and FedAvg, by the mean over seeds. Empty unless both are done.
-        spread: common standard deviation of the gains over seeds, from the prior of the moderated test. NaN if too few
-            gains are tested.
-        needed: number of seeds required to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
-            given this spread and the first step of Holm's correction, whatever the observed gains. 0 if the spread is
-            unknown.
-        standings: standings of the methods that are done, the best mean first.
-        records: every method's record.
+        reference: the better of local training and FedAvg, by the mean over seeds. The name is empty if either of the
+            two has no result.
+        spread: standard deviation of gains over seeds that all methods are assumed to share, from the prior of the
+            moderated test. NaN if too few gains were tested.
+        needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
+            given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
+            and is 0 if ``spread`` is unknown.
+        standings: results of the methods that have finished, with the best mean first.
+        records: record of every method, keyed by method.
     """
 
     setup: Setup
@@ -109,12 +112,12 @@ class SetupVerdict:
     records: dict[str, CellRecord]
 
     def find(self, method: str) -> Standing | None:
-        """Return the standing of a method, or None if it has no result."""
+        """Return the result of a method, or None if it has none."""
         return next((s for s in self.standings if s.method == method), None)
 
     @property
     def rivals(self) -> list[Standing]:
-        """Standings except that of pooled data, the best mean first."""
+        """Results of all methods except training on pooled data, with the best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property
@@ -124,7 +127,7 @@ class SetupVerdict:
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
-    """Return the judged setup for some records. All differences that are stated form one family of tests."""
+    """Judge the records of a setup. All differences that the pages state form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
     means = {method: last(record.seeds) for method, record in done.items()}
@@ -151,7 +154,7 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:
-    """Return the mean over clients after the last round, by seed."""
+    """Return the mean over clients after the last round, for each seed."""
     return Estimate({int(seed): float(np.nanmean(_array(one.clients))) for seed, one in seeds.items()})
 
 
@@ -188,7 +191,7 @@ def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) ->
 
 
 def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
-    """Return the longest ranges of places whose first method does not differ from the others.
+    """Return the longest ranges of positions in which the first method does not differ from the others.
 
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
@@ -202,14 +205,14 @@ def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
 
 
 class Overall(NamedTuple):
-    """All setups together.
+    """Comparison of methods over all setups.
 
     Attributes:
-        methods: methods by mean rank, the best first.
-        ranks: mean ranks over the setups, where 1 is the best.
-        setups: setups in which all of these methods are done.
-        p: p-value of Friedman's test of the hypothesis that all methods are equal.
-        groups: groups of methods that Nemenyi's test does not separate.
+        methods: methods in order of their mean ranks, the best first.
+        ranks: mean rank of each method over the setups, where 1 is the best.
+        setups: setups in which all of these methods have a result.
+        p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
+        groups: groups of methods that Nemenyi's test does not distinguish.
     """
 
     methods: tuple[str, ...]
@@ -220,7 +223,7 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Return Friedman's and Nemenyi's tests on the largest set of setups and methods without missing results.
+    """Apply Friedman's and Nemenyi's tests to the largest set of setups and methods without missing results.
 
     Return None if this set is too small.
 
@@ -242,10 +245,10 @@ def overall(verdicts: list[SetupVerdict]) -> Overall | None:
 
 
 def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
-    """Return the setups and methods of the largest block without gaps, its means, and the mean ranks, the best first.
+    """Return the setups and methods of the largest block without missing results, its means, and the mean ranks.
 
-    All are empty if the block contains fewer than `MIN_SETUPS` setups or methods. The block contains only setups with
-    `Setup.ranks`.
+    All results are empty if the block has fewer than `MIN_SETUPS` setups or methods. The methods are sorted by rank.
+    The block contains only setups for which `Setup.ranks` is true.
     """
     from scipy.stats import rankdata
 

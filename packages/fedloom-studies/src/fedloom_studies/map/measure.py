@@ -1,4 +1,7 @@
-"""Measure cells: first trials, then fresh seeds. Only missing parts are run, in any order, until the time runs out."""
+"""Measurement of cells (each is a method in a setup): first the trials for tuning, then runs with new seeds.
+
+Only missing parts are run. The order does not matter, and the work stops when the time limit is reached.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 PAUSE_SECONDS = 0.5
-"""Number of seconds between two checks for a free cell."""
+"""Time in seconds between two checks for a cell that no other process is measuring."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -49,14 +52,15 @@ def due(
     setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
     space: Mapping[str, object] = NO_OPTIONS, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
 ) -> list[Cell]:  # fmt: skip
-    """Return the cells to run, setup by setup, with the reference methods first.
+    """Return the cells that need to be run, setup by setup, with the reference methods first.
 
     Args:
-        setups: setups of the cells.
+        setups: setups to include.
         records: existing records.
-        methods: requested methods, whose stale cells are run as well. If empty, all methods in the protocol.
-        space: search space for the requested methods.
-        again: True for a second look at recorded cells instead of missing cells.
+        methods: requested methods. Stale cells of these methods are also run again. All methods of the protocol are
+            included if no methods are named.
+        space: search space of the requested methods.
+        again: True to select recorded cells that have not been confirmed with other seeds, instead of missing cells.
         old: True to include stale cells.
         protocol: protocol of the cells and the records.
     """
@@ -80,24 +84,24 @@ def measure_all(
     data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
     workers: int = 1, join: bool = False,
 ) -> bool:  # fmt: skip
-    """Run cells and write their records. Return True if all cells ended.
+    """Measure cells and write their records. Return True if all cells have ended.
 
     Args:
         todo: cells to run.
-        records: records before the call.
-        results: file with the records.
-        out: folder for the run directories. Each cell has its own folder inside.
-        data_dir: folder with the data sets. A setup without its data is omitted.
-        budget: time that the cells may take.
-        show: function that shows progress.
-        say: function that is called for every cell.
-        again: True for a second look at each cell.
+        records: records that existed before the call, keyed by setup and method.
+        results: file in which the records are stored.
+        out: folder for the run directories. Each cell uses a separate folder inside this one.
+        data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
+        budget: time limit for all cells.
+        show: function that shows the progress of runs.
+        say: function that is called with a sentence about every cell.
+        again: True to rerun each cell with other seeds, to confirm its verdict.
         workers: number of cells to run at the same time.
-        join: True to wait for cells that other processes run, and to take over the cells of processes that have died.
-            If False, cells of other processes are left to them.
+        join: True to wait for cells that other processes are measuring, and to take over the cells of processes that
+            have died. False to leave the cells of other processes to them.
 
     Raises:
-        ConfigError: torchrun has started several ranks.
+        ConfigError: torchrun has started more than one rank.
     """
     check_alone("the map")
     processes = useful(workers, len(todo))
@@ -113,12 +117,12 @@ def measure_all(
 
 
 def hide_progress(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
-    """Return a display that shows nothing, since several processes would overwrite each other's output."""
+    """Return a progress display that shows nothing, because several processes would overwrite each other's output."""
     return nullcontext(lambda _event: None)
 
 
 class _Measured(NamedTuple):
-    """Inputs for measuring cells, and the file with their records (see `measure_all`)."""
+    """What is needed to measure cells, and the file with their records (see `measure_all`)."""
 
     records: Mapping[tuple[str, str], CellRecord]
     results: Path
@@ -130,9 +134,9 @@ class _Measured(NamedTuple):
     again: bool
 
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
-        """Run every cell that no other process is running. Return True if all cells ended.
+        """Measure every cell that no other process is measuring. Return True if all cells have ended.
 
-        With `join`, repeat this until no cells remain.
+        With ``join``, this is repeated until no cells are left.
         """
         claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
@@ -155,7 +159,7 @@ class _Measured(NamedTuple):
         return True
 
     def _has(self, cell: Cell, claims: Claims | None, stack: ExitStack) -> bool:
-        """Return True if this process can hold a cell until the stack is closed."""
+        """Return True if this process obtains a cell, and hold the cell until the stack is closed."""
         if claims is not None:
             if (claim := claims.take(str(cell.file).replace("/", "@"))) is None:
                 return False
@@ -169,7 +173,7 @@ class _Measured(NamedTuple):
         return True
 
     def _measure(self, cell: Cell, missing: set[str], budgets: dict[str, GradientBudget]) -> bool:
-        """Run a cell unless another process has recorded it in the meantime.
+        """Measure a cell, unless another process has recorded it in the meantime.
 
         Return False if the run was interrupted.
         """
@@ -197,7 +201,7 @@ class _Measured(NamedTuple):
 
 
 class CellWork(NamedTuple):
-    """A cell with its folder and the inputs of its runs."""
+    """Measurement of one cell, with its folder and what its runs need."""
 
     cell: Cell
     folder: Path
@@ -205,15 +209,15 @@ class CellWork(NamedTuple):
     budget: TimeBudget
     show: Show
     gradients: GradientBudget | None
-    """Gradients of the setup, or None for equal rounds."""
+    """Budgets of gradients in the setup, or None at equal rounds."""
 
     def record(self, before: CellRecord | None, first: CellRecord | None, *, again: bool) -> CellRecord | None:
-        """Return the record of the cell, or None if interrupted.
+        """Return the record of the cell, or None if the work was interrupted.
 
         Args:
             before: earlier record of the cell.
-            first: record of the cell at equal rounds, if this cell is at equal gradients.
-            again: True for a second look at the earlier record.
+            first: record of the method at equal rounds, if this cell is at equal gradients.
+            again: True to rerun the cell of the earlier record with other seeds, to confirm its verdict.
 
         Raises:
             DataError: the data are missing.
@@ -223,9 +227,9 @@ class CellWork(NamedTuple):
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
-        """Return the record of a cell at equal gradients whose runs are the same as its runs at equal rounds.
+        """Return the record of a cell at equal gradients whose runs would be the same as at equal rounds.
 
-        Return None for other cells.
+        Return None for all other cells.
         """
         if self.gradients is None:
             return None
@@ -238,7 +242,7 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Run the missing parts of the cell and return its record, or None if interrupted."""
+        """Run the missing parts of the cell. Return its record, or None if the work was interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
@@ -262,9 +266,9 @@ class CellWork(NamedTuple):
         )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """Return the renewed record of an earlier commit, or None if its first seed gives different values.
+        """Return an outdated record as current if rerunning its first seed gives the same values, and None otherwise.
 
-        The values must agree to the last digit.
+        The values must be exactly equal.
         """
         if record is None or record.status != DONE_STATUS or record.digest != self.cell.digest:
             return None
@@ -275,7 +279,7 @@ class CellWork(NamedTuple):
         return replace(record, source=self.cell.source) if same else None
 
     def _search(self, listeners: tuple[Listener, ...]) -> SearchResult:
-        """Return every trial, and the best trial."""
+        """Run the search for settings, and return all trials and the best one."""
         from fedloom.lab.tune import Tuning
 
         cell = self.cell
@@ -286,7 +290,10 @@ class CellWork(NamedTuple):
         return finding
 
     def look_again(self, record: CellRecord) -> CellRecord | None:
-        """Return the record of a second look with different seeds and the chosen settings, or None if interrupted."""
+        """Return the record with runs of other seeds added, using the same settings.
+
+        Return None if the work was interrupted.
+        """
         with summaries.count_spent_time(self.folder, "again") as note:
             fields = self._run(self.cell.setup.again, record.chosen, (self.budget, lambda _event: note()))
         if fields is None:
@@ -294,7 +301,10 @@ class CellWork(NamedTuple):
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
 
     def run_fields(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Any] | None:
-        """Run seeds with the given settings. Return the record's fields, or None if interrupted."""
+        """Run the method with the given seeds and settings.
+
+        Return the fields of a record, or None if the work was interrupted.
+        """
         return self._run(seeds, chosen, (self.budget,))
 
     def _minutes(self, what: str) -> float:
@@ -303,7 +313,7 @@ class CellWork(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the seeds and return the record's fields, or None if interrupted."""
+        """Run the given seeds. Return the fields of a record, or None if the work was interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -318,9 +328,11 @@ class CellWork(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run as many rounds as a budget allows. Return the fields, or None if interrupted.
+        """Run as many rounds as a budget of gradients allows.
 
-        If the first plan fails, a new plan is made.
+        Return the fields of a record, or None if the work was interrupted.
+
+        If the cost of the run differs too much from the budget, the run is planned and performed again.
         """
         try:
             rounds = budget.rounds(self.cell, chosen, seed)
@@ -336,9 +348,9 @@ class CellWork(NamedTuple):
     def _play(
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
     ) -> dict[str, Any] | None:
-        """Run a method with the chosen settings and with ``more``.
+        """Run the method with the chosen settings and with the options ``more``.
 
-        Return the record's fields, or None if interrupted.
+        Return the fields of a record, or None if the work was interrupted.
         """
         from fedloom.lab.tune import replace_params
 
@@ -364,7 +376,7 @@ def estimates(
     data_dir: Path | None,
     protocol: Protocol = "rounds",
 ) -> list[dict[str, Any]]:
-    """Return a row for each setup: recorded cells, due cells, and core-minutes estimated from measured cells."""
+    """Return a row for each setup: recorded and missing cells, and the estimated core-minutes for the missing ones."""
     rows = []
     for setup in setups:
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
@@ -392,11 +404,11 @@ def estimates(
 
 
 def _minutes(cell: Cell, fed: Federation) -> float:
-    """Return the estimated core-minutes for one run of a cell, in a trial or with a fresh seed.
+    """Estimate the core-minutes that one run of a cell takes, in a trial or with a new seed.
 
-    0 if it is not applicable.
+    The result is 0 if the method cannot be run in this setup.
 
-    At equal gradients, every method takes as long as FedAvg.
+    At equal gradients, every method is assumed to take as long as FedAvg.
     """
     try:
         plan = cell.plan if cell.protocol == "rounds" else Cell(cell.setup, "fedavg").plan

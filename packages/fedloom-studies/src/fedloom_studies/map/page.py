@@ -1,4 +1,4 @@
-"""Pages of the map, and all results as one table, produced from the records alone."""
+"""Pages of the map, and a table of all results. The pages are generated from the records alone."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ CORRECTED_TEXT = (
     "|---|---|\n| No method is better in 13 of 18 federations. 17 of 18 federations cannot detect 3 points. | The t "
     "test of a single method had four degrees of freedom. The moderated test estimates the variance from all "
     "methods of a federation, at a level that keeps its error below 5 %. |\n| FEMNIST writers: use local training | "
-    "The cheapest of 52 methods that no test separates is no recommendation. The means of pFedMe and FedSLR are 30 "
-    "points higher, and five seeds do not decide this difference. |\n| Attack, two classes per client, unequal "
-    "amounts and five more: use local training or FedAvg | Five seeds cannot rule out a gain of 3 points. The page "
-    "now shows the number of seeds that can. |\n"
+    "No test distinguishes 52 of the methods, so the cheapest of them is not a recommendation. The means of pFedMe and "
+    "FedSLR are 30 points higher, and five seeds are too few to settle this difference. |\n| Attack, two classes per "
+    "client, unequal amounts and five more: use local training or FedAvg | Five seeds cannot rule out a gain of 3 "
+    "points. The page now shows the number of seeds that can. |\n"
     '| Methods "level with the best", and the method with the least traffic among them | A difference that is not '
     "significant is not proof of equality, and the page stated no margin. |\n"
-    "| Clients under attack: FedACS has the best mean, 93.2 ± 1.6 % | By default, FedACS now counts models of one "
-    "direction as one model, and models that are too short for a 32-bit norm no longer take over its mixtures. FedACS "
-    "and HeurFedAMP were measured again. |\n"
+    "| Clients under attack: FedACS has the best mean, 93.2 ± 1.6 % | By default, FedACS now counts models with the "
+    "same direction as one model, and models that are too short for a 32-bit norm no longer take over its mixtures. "
+    "FedACS and HeurFedAMP were measured again. |\n"
     "| Clients under attack: FedNova, q-FFL, SCAFFOLD, FIAELT and other methods that encode their uploads | The "
     "attackers forged the encoded upload, so the same attack had a different strength for each of these methods. They "
     "now forge the model, and the method encodes it. |\n"
 )
-"""Corrections of earlier versions of the page."""
+"""Section about corrections to earlier versions of the page."""
 NO_FIGURES: Records = MappingProxyType({})
 PERCENT_COLUMNS = {
     "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "over local", "gain_fedavg": "over FedAvg",
     "mean_at_fedavg_work": "mean at FedAvg's gradients",
 }  # fmt: skip
-"""Values on a setup's page that are shown in percent."""
+"""Titles of the columns of a setup's page that are shown as percentages, keyed by value."""
 MAP_TEXT = """# Benchmark map
 
 Which method suits which clients? This page compares every method of fedloom in {count} federations ({cells}). A
@@ -81,9 +81,9 @@ inconclusive. The other signs are {signs}.
 
 - **Equal search.** Every method gets {trials} trials in its [search space](tuning.md). Each trial trains for all
   rounds, with separate seeds, and is scored on validation data. The best settings then run with {seeds} new seeds.
-  The budget for all federations together is {hours} core-hours. In an expensive federation, every method gets a
-  smaller number of trials. With only one trial, every method runs with its defaults, and the federation is left out
-  of the mean ranks.
+  The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
+  method gets a smaller number of trials. With only one trial, every method runs with its defaults, and the federation
+  is left out of the mean ranks.
 
 - **Equal rounds.** All methods train for the same number of rounds. The page of a federation also shows each method's
   result after as many gradients as FedAvg computes.
@@ -111,17 +111,18 @@ inconclusive. The other signs are {signs}.
 - **Words for missing results.** *Not applicable*: the method cannot run in this federation. *Stale*: the record comes
   from a different version of the method or of the protocol.
 
-- **Parts of the network.** On a plain network, some methods are identical to FedAvg or FedPer. These methods use a
-  network with the parts that they need: {parts}.
+- **Parts of the network.** On a plain network, some methods are identical to FedAvg or FedPer. These methods need extra
+  parts in the network: {parts}.
 
-- **No regularizer.** The training losses contain no regularizer. Without a regularizer, FedMiD and FedDualAvg equal
-  FedAvg with a server learning rate.
+- **No regularizer.** The training losses contain no regularizer. Without a regularizer, FedMiD and FedDualAvg are
+  the same as FedAvg with a server learning rate.
 
-- **No text.** The only text source that needs no download reads the docstrings of the installed Python, so the data
-  would differ between machines.
+- **No text.** The map includes no text data. The only text source that needs no download reads the docstrings of the
+  installed Python, so the data would differ between machines.
 
-A table contains all runs, with one row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). You can add
-[your own method](own-algorithm.md#compare-it-with-all-methods) with one command."""
+All runs are also available as a table with one row per run: [Parquet]({folder}/map.parquet),
+[CSV]({folder}/map.csv). You can add [your own method](own-algorithm.md#compare-it-with-all-methods) with one
+command."""
 
 
 def pages(
@@ -131,12 +132,12 @@ def pages(
     gradients: Records = NO_FIGURES,
     ruled: Records = NO_FIGURES,
 ) -> Iterator[tuple[str, str | bytes]]:
-    """Yield the name and content of every file.
+    """Yield the names and contents of all files of the map.
 
-    The page of the map has the name "", and the other pages are written to `MAP_FOLDER`.
+    The map's page has the name "". All other files are written to `MAP_FOLDER`.
 
     Args:
-        setups: setups by name.
+        setups: setups, keyed by name.
         records: records at equal rounds.
         references: records of scikit-learn models.
         gradients: records at equal gradients.
@@ -195,7 +196,7 @@ def _overview(
         finding=finding(verdicts), attacked=advise_rule(ruled),
         advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=", ".join(f"{sign}: {state}" for state, sign in STATUS_SIGNS.items()),
-        parts=", ".join(f"{name} has {options(parts)}" for name, parts in parts_of_networks().items()),
+        parts=", ".join(f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()),
     )  # fmt: skip
     lines = [head, "", "## Federation by federation", ""]
     for j in verdicts:
@@ -216,7 +217,7 @@ def _overview(
         f"{len(counted)} methods have a result in each of {len(together.setups)} tuned federations. Their mean ranks "
         f"{alike} (Friedman's test, p = {significant(together.p, 2)}).{pooled} "
         f"The federations are {join_with_commas(together.setups)}. A bar joins methods that Nemenyi's test does not "
-        "separate.",
+        "distinguish.",
         "",
         f"![mean ranks]({MAP_FOLDER}/ranks.svg)",
     ]
@@ -230,16 +231,16 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
     yield from (*sentences(j), "")
     if j.standings:
         yield from (
-            f"![Means over seeds. A full circle is better than the baseline.]({setup.name}.svg)",
+            f"![Means over seeds. A full circle marks a method that is better than the baseline.]({setup.name}.svg)",
             "",
         )
         yield (
-            f"All figures are percentages of {j.standings[0].record.metric} at equal rounds, with the plain 95 % "
-            f"interval over seeds {join_with_commas(setup.seeds)}. A full circle in the picture marks a method that is "
-            "better than the baseline, the better of local training and FedAvg. Training on the pooled data "
-            "(centralized) is shown for reference. The column on clients that gain shows the share of clients with a "
-            "better result than with local training, and than with FedAvg. The column of rounds shows the first "
-            "evaluated round with 95 % of the best mean."
+            f"The means and gains show {j.standings[0].record.metric} in percent at equal rounds, with the plain 95 % "
+            f"interval over the seeds {join_with_commas(setup.seeds)}. A full circle in the picture marks a method "
+            "that is better than the baseline (the better of local training and FedAvg). Training on the pooled data "
+            "(centralized) is shown for reference. The column *clients that gain* shows the percentage of clients with "
+            "a better result than with local training, followed by the percentage with a better result than with "
+            "FedAvg. The column *rounds to 95 %* shows the first evaluated round that reaches 95 % of the best mean."
         )
         titles = [*PERCENT_COLUMNS.values(), "clients that gain", "variance", "gradients", "MB", "rounds to 95 %"]
         yield from (
@@ -283,7 +284,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: str = "", end: str = "") -> str:
-    """Return remarks on a record: stale, or better or worse than the better of local and FedAvg."""
+    """Return remarks on a record: whether it is stale, and whether the method is better or worse than the baseline."""
     old = stale(Cell(setup, record.method, record.space), record)
     remarks = [f"stale ({old})"] if old else []
     if standing is not None and (standing.better or standing.worse):
@@ -297,7 +298,7 @@ def _settings(record: CellRecord) -> str:
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
-    """Return where methods stand among all recorded methods: a row for each setup and method."""
+    """Return a row for each setup and method that shows how the method compares with all recorded methods."""
     rows = []
     for j in verdicts:
         for method in methods:
@@ -315,7 +316,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with a row for each run, and for each cell without a run.
+    """Return a table with one row for each run, and one for each cell without a run.
 
     Numbers are neither rounded nor scaled.
     """

@@ -1,4 +1,4 @@
-"""Records of the cells of the map."""
+"""Records of the map's cells. A cell is a method in a setup."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from fedloom_studies.store import not_a_record, put, records
 
 DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
-"""Status of a cell at equal gradients whose method takes as many gradients at equal rounds. Both have the same runs."""
+"""Status of a cell at equal gradients whose method already takes as many gradients as FedAvg at equal rounds. The runs
+would be the same under both protocols, so those at equal rounds are reused."""
 SIGNIFICANT_DIGITS = 6
-"""Number of significant digits kept in records."""
+"""Number of significant digits that records keep."""
 Values = list[float | None]
 
 
@@ -31,12 +32,12 @@ class Series(NamedTuple):
     """Result of a run with one seed, for the model that a client would use.
 
     Attributes:
-        clients: metric on every client's test part after the last round ``[n]``. None for unknown values, such as those
-            of attackers.
-        rounds: evaluated rounds ``[k]``.
-        mean: mean over clients in those rounds.
-        gradients: number of samples for which a gradient was computed up to that point.
-        bytes: number of bytes sent up to that point, in both directions.
+        clients: metric on the test part of each client after the last round, ``[n]``. None for a value that is unknown,
+            such as that of an attacker.
+        rounds: numbers of the evaluated rounds, ``[k]``.
+        mean: mean over clients in each of these rounds.
+        gradients: number of samples whose gradients had been computed by each of these rounds.
+        bytes: number of bytes that had been sent in both directions by each of these rounds.
     """
 
     clients: Values
@@ -51,21 +52,22 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: what these runs and FedAvg's runs have in common.
-        digest: `Cell.digest` of the cell.
-        source: `Cell.source` of the code that ran.
-        space: search space for the method's settings, if one was given.
-        status: done, failed (diverged with some seed), not applicable, or reused.
-        reason: reason why the cell is not done, or why it is reused.
-        metric: metric of the values. Higher is better.
-        model: model that a client would use: hybrid if there are both a global and a personal model, otherwise the only
-            model.
-        chosen: settings of the best trial.
-        trials: settings and validation metric for every trial. None if the trial was not completed.
-        seeds: `Series` by seed.
-        again: `Series` by seed of the second look.
-        minutes: processor time in core-minutes, including trials and evaluation.
-        commit: commit of fedloom, with "-dirty" if the code was changed. Empty if the commit is unknown.
+        protocol: what the runs have in common with FedAvg's runs: the number of rounds or of gradients.
+        digest: digest of the inputs, `Cell.digest`.
+        source: digest of the code that was run, `Cell.source`.
+        space: search space that was given for the method's settings.
+        status: done, failed (a run diverged), not applicable, or reused.
+        reason: reason why the cell has no result, or why it is reused.
+        metric: metric that the values belong to. Higher values are better.
+        model: kind of model that a client would use: hybrid if the method has both a global and a personal model, or
+            else its only model.
+        chosen: settings of the best trial, keyed by name.
+        trials: settings and validation metric of every trial. The metric is None if the trial was not completed.
+        seeds: results of the runs, keyed by seed.
+        again: results of a second run with other seeds, keyed by seed.
+        minutes: processor time of trials, runs and evaluation, in core-minutes.
+        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
+            is unknown.
     """
 
     setup: str
@@ -90,7 +92,7 @@ class CellRecord:
 
 
 def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
-    """Return the record of a cell at the current commit and on the current machine."""
+    """Return a new record of a cell, made with the current commit on this machine."""
     today = datetime.date.today().isoformat()
     return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.digest, cell.source, cell.space, status, reason,
@@ -99,7 +101,7 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
 
 
 def read_record(fields: Mapping[str, Any]) -> CellRecord:
-    """Return the record with plain values, such as those read from JSON."""
+    """Convert plain values, such as those read from JSON, to a record."""
     looks = {key: {seed: Series(*values) for seed, values in fields[key].items()} for key in ("seeds", "again")}
     return CellRecord(**{**fields, **looks})
 
@@ -110,10 +112,10 @@ def record_cell(record: CellRecord, file: Path) -> None:
 
 
 def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
-    """Return every record for a protocol, by setup and method.
+    """Return all records of a protocol, keyed by setup and method.
 
     Raises:
-        RunDirError: a line is not a record of the map.
+        RunDirError: a line of the file is not a record of the map.
     """
     cells = {}
     for number, fields in enumerate(records(file), 1):
@@ -129,11 +131,11 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
 def fill_reused(
     records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
 ) -> dict[tuple[str, str], CellRecord]:
-    """Return records in which reused cells are replaced by the runs at equal rounds.
+    """Return the records with reused cells filled in from the runs at equal rounds.
 
     Args:
         records: records at equal gradients.
-        first: records at equal rounds. Reused cells without a record at equal rounds are omitted.
+        first: records at equal rounds. Reused cells that have no record at equal rounds are left out.
     """
     whole = {}
     for key, record in records.items():
@@ -146,9 +148,9 @@ def fill_reused(
 
 
 def stale(cell: Cell, record: CellRecord) -> str:
-    """Return the reason why a record is outdated, or "" if it is current.
+    """Return the reason why a record is outdated, or "" if it is up to date.
 
-    A record is outdated if the protocol or the method's code has changed.
+    A record is outdated if the protocol or the code of the method has changed since.
     """
     try:
         if record.digest != cell.digest:
@@ -159,9 +161,9 @@ def stale(cell: Cell, record: CellRecord) -> str:
 
 
 def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of a record from a run directory: metric, model, and the series of the seeds.
+    """Read the fields of a record from a run directory: the metric, the model, and the result of each seed.
 
-    A seed without a result is omitted.
+    Seeds without a result are left out.
     """
     kinds = {key.model for key in run.series if key.part == "test"}
     model = next((kind for kind in reversed(MODEL_KINDS) if kind in kinds), "")

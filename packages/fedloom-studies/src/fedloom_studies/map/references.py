@@ -1,4 +1,4 @@
-"""Reference models from scikit-learn on the map's parts and metric, for tables, with no network or rounds."""
+"""Reference models: scikit-learn models for tables, trained and scored on the same parts as the map's methods."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ References = Mapping[tuple[str, str], CellRecord]
 
 
 def reference_names() -> Iterator[tuple[str, str, str]]:
-    """Yield every reference's name, kind of model, and trainer for one client or all clients."""
+    """Yield the name of every reference, its kind of model, and whether it is trained per client or on pooled data."""
     for kind, words in REFERENCE_MODELS.items():
         for protocol in (PER_CLIENT, POOLED_SCOPE):
             yield f"{words}, {protocol}", kind, protocol
 
 
 def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
-    """Yield the record of every reference.
+    """Fit and score all references, and yield their records.
 
-    The references are fitted on the training parts of every seed with scikit-learn's defaults, and scored on the test
-    parts.
+    For every seed, a reference is fitted to the training parts with scikit-learn's default settings and scored on the
+    test parts.
 
     Raises:
         DataError: the data are missing.
@@ -59,7 +59,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the models' outputs on the clients' test parts, the targets, and the client of each output."""
+    """Return the outputs of the models on the clients' test parts, the targets, and the client of each output."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []
@@ -86,7 +86,7 @@ def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
 
 
 def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
-    """Return log probabilities of all classes or, for two classes, the log odds of the second."""
+    """Return the log probabilities of all classes or, for two classes, the log odds of the second class."""
     probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
     shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
     shares[:, fitted.classes_] = probabilities.clip(1e-9)
@@ -95,7 +95,7 @@ def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
 
 
 def lines(j: SetupVerdict, references: References) -> Iterator[str]:
-    """Yield the lines of a setup's page on references and on the gain over the best model of a client alone."""
+    """Yield the lines of a setup's page about references, with gains over the best model that a client trains alone."""
     rows, local = _rows(j, references), j.find("local")
     if not j.setup.references:
         return
@@ -106,9 +106,9 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
     best = max(alone, key=lambda name: alone[name].mean)
     yield from (
         "",
-        f"The best model of a client alone is {best}. The table compares it with models of scikit-learn (default "
-        "settings, the same data) and with the best methods. All figures are in points, with a 95 % interval over "
-        "seeds.",
+        f"The best model that a client can train alone is {best}. The table compares it with scikit-learn models "
+        "(default settings, the same data) and with the best methods. All values are in percent, with a 95 % interval "
+        "over seeds.",
     )
     yield from ("", f"| model | {j.standings[0].record.metric} | over {best} |", "|---|---|---|")
     methods = [s for s in (*j.rivals[:3], j.find("fedavg")) if s is not None and s.method != "local"]
@@ -119,7 +119,7 @@ def lines(j: SetupVerdict, references: References) -> Iterator[str]:
 
 
 def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]:
-    """Return the values of every model that a client trains alone: local training, and references if there are any."""
+    """Return the values of all models that a client trains alone: local training, and any references per client."""
     rows, local = _rows(j, references), j.find("local")
     per_client = {
         name: rows[name] for name, _, protocol in reference_names() if protocol == PER_CLIENT and name in rows

@@ -1,4 +1,4 @@
-"""Aggregation rules under attack: which method with which rule is better than local training and FedAvg."""
+"""Aggregation rules under attack: which combinations of a method and a rule are better than the baseline."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ Records = Mapping[tuple[str, str], CellRecord]
 def measure(
     chosen_in: Records, file: Path, out: Path, data_dir: Path | None, budget: TimeBudget, say: Callable[[str], object]
 ) -> bool:
-    """Run the methods with rules under attack that a file of records lacks. Return True if all of them ended.
+    """Run all combinations of a method, an aggregation rule and an attack that a file of records lacks.
+
+    Return True if all of them have ended.
 
     Args:
-        chosen_in: records of the map, with the settings of the methods.
-        file: records of the methods with rules, read and written.
+        chosen_in: records of the map, whose chosen settings are used.
+        file: file from which the records of these combinations are read, and to which they are written.
         out: folder of the run directories.
         data_dir: folder of data sets.
-        budget: time that the runs may take.
-        say: function called for every method with a rule.
+        budget: time limit of the runs.
+        say: function that is called with a sentence about every combination.
     """
     recorded = read_records(file)
     for name, cell in rule_cells():
@@ -73,7 +75,7 @@ def measure(
 
 
 def judge_rules(records: Records) -> dict[str, SetupVerdict]:
-    """Return the judged methods with rules by attack, for the attacks under which all of them were run."""
+    """Return the verdicts keyed by attack, for the attacks under which all combinations were run."""
     setups = {cell.setup.name: cell.setup for _, cell in rule_cells()}
     whole = {attack for attack in setups if not _missing(records, attack)}
     verdicts = {name: judge(setup, records) for name, setup in setups.items() if name in whole}
@@ -81,7 +83,7 @@ def judge_rules(records: Records) -> dict[str, SetupVerdict]:
 
 
 def _missing(records: Records, attack: str = "") -> int:
-    """Return the number of methods with rules that were not run under an attack, or under any."""
+    """Return the number of combinations without a record under one attack, or under all attacks."""
     cells = [(cell.setup.name, name) for name, cell in rule_cells() if attack in ("", cell.setup.name)]
     return sum(key not in records for key in cells)
 
@@ -92,7 +94,7 @@ def _say_missing(records: Records) -> str:
 
 
 def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
-    """Return the sentences on the methods with rules that are better than the baseline, and on the best worst case."""
+    """Return sentences about the combinations that are better than the baseline, and about the best worst case."""
     better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
     won = [f"`{best[0].method}` under {attack} ({signed(best[0].gain or NO_DIFFERENCE)} points)"
            for attack, best in better.items() if best]  # fmt: skip
@@ -106,21 +108,21 @@ def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
     if best:
         (points, attack), alone = lowest[best], lowest[REFERENCE_METHODS[0]][0]
         parts.append(
-            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under {attack}. Local training has at least "
-            f"{fixed(100 * alone, 1)} % under every attack."
+            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under {attack}. Local training scores at "
+            f"least {fixed(100 * alone, 1)} % under every attack."
         )
     return " ".join(parts)
 
 
 def advise_rule(records: Records) -> str:
-    """Return the paragraph of the map's page on methods with rules, or the command that runs them."""
+    """Return the paragraph of the map's page about aggregation rules, or the command that runs them."""
     verdicts = judge_rules(records)
     link = f"[Four rules and three attacks]({MAP_FOLDER}/attack.md#aggregation-rules-under-attack)"
     return f"{link}: {recommendation(verdicts) if verdicts else _say_missing(records)}"
 
 
 def rules_section(records: Records) -> Iterator[str]:
-    """Yield the lines of the attacked setup's page on aggregation rules."""
+    """Yield the lines about aggregation rules for the page of the setup with attackers."""
     verdicts = judge_rules(records)
     yield from ("## Aggregation rules under attack", "")
     if not verdicts:
@@ -130,8 +132,8 @@ def rules_section(records: Records) -> Iterator[str]:
         f"{recommendation(verdicts)} The baseline is the better of local training and FedAvg with the mean. Four of 20 "
         f"clients attack. The settings are chosen in *{rule_settings()}*, which has the same clients and no attackers. "
         "The table shows the honest clients' mean accuracy in percent after 40 rounds (equal rounds for all methods), "
-        "with the plain 95 % interval over seeds. The verdict beside it is the verdict against the baseline of this "
-        "attack, by moderated t tests with Holm's correction over the column."
+        "with the plain 95 % interval over seeds. The verdict next to it compares the method with the baseline under "
+        "this attack, by moderated t tests with Holm's correction over the column."
     )
     yield from ("", f"| method and rule | {' | '.join(verdicts)} |", f"|---{'|---' * len(verdicts)}|")
     names = dict.fromkeys(name for name, _ in rule_cells())

@@ -1,7 +1,8 @@
-"""Setups and cells: the measurements for the map, as declared in ``setups.toml``.
+"""Setups and cells: what the map measures, as declared in ``setups.toml``.
 
-A cell is a method in a setup. Its settings are chosen by `fedloom.lab.tune` on validation data, with the same number of
-full-length trials in one search space for each method, and with separate seeds. The cell is then run with fresh seeds.
+A cell is a method in a setup. Settings of the method are chosen by `fedloom.lab.tune` on validation data. Every method
+has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then run
+with new seeds.
 """
 
 from __future__ import annotations
@@ -28,28 +29,27 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Basis on which runs are compared: equal rounds, or the gradients that FedAvg computes in these rounds."""
+"""Basis on which runs are compared: equal rounds, or equal numbers of gradients (those of FedAvg in these rounds)."""
 POOLED_METHOD = "centralized"
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
-"""Methods with which all other methods are compared: no collaboration, one model for all, and all data in one place."""
+"""Reference methods for all others: no collaboration, one model for all clients, and all data in one place."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A federation, and how its clients train.
+    """A federation, and how its clients are trained.
 
     Attributes:
-        title: title for readers, with the special property of its clients.
-        says: sentence on how the setup was constructed.
-        share: core-minutes that all of its cells at equal rounds may take together.
-        trials: number of trials for every method. With one trial, every method runs with its default settings.
-        tuning: seeds of the trials.
-        seeds: seeds of the results.
-        again: seeds for a second look.
-        space: search space for every method, in addition to the default spaces.
-        document: experiment document without methods.
-        references: True if scikit-learn models are fitted in addition to its methods
-            (`fedloom_studies.map.references`).
+        title: title for readers, which names what is special about the clients.
+        says: sentence that describes how the federation was made.
+        share: core-minutes that all cells of the setup at equal rounds may take together.
+        trials: number of trials per method. If there is only one trial, every method runs with its default settings.
+        tuning: seeds for the trials.
+        seeds: seeds for the results.
+        again: seeds for a second run that confirms verdicts.
+        space: search space for every method, added to the default spaces.
+        document: content of an experiment file, without methods.
+        references: True if scikit-learn models are also fitted (`fedloom_studies.map.references`).
     """
 
     name: str
@@ -66,24 +66,24 @@ class Setup:
 
     @property
     def ranks(self) -> bool:
-        """True if its means count in the ranks over setups, because every method is run with tuned settings."""
+        """True if the setup is included in ranks over setups, because its methods run with tuned settings."""
         return self.trials > 1
 
     def decide_share(self, protocol: Protocol) -> float:
-        """Return the core-minutes that all cells in a protocol may take together, given the number of methods."""
+        """Return the core-minutes that all cells of a protocol may take, in proportion to the number of methods."""
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 
     @property
     def training(self) -> str:
-        """Description of the model, the rounds and the tuning."""
+        """Description of the model, the number of rounds and the tuning."""
         model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
-        tuned = f"{self.trials} trials per method" if self.trials > 1 else "not tuned, default settings"
+        tuned = f"{self.trials} trials per method" if self.trials > 1 else "default settings without tuning"
         kind = self.document["model"]["kind"]
         return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
 
 
 def setups(scale: Scale) -> dict[str, Setup]:
-    """Return every setup of a scale by name, in the order of the file."""
+    """Return all setups of a scale, keyed by name and in the order of the file."""
     declared = _declared()
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
@@ -102,9 +102,9 @@ def setups(scale: Scale) -> dict[str, Setup]:
 
 
 def rule_cells() -> Iterator[tuple[str, Cell]]:
-    """Yield a name and a cell for every method with every aggregation rule, under every attack.
+    """Yield the name and the cell of each method with each aggregation rule under each attack.
 
-    The setups are called after the attacks. A method with the mean has its plain name.
+    The setup of a cell is named after the attack. A method with the plain mean keeps its own name.
     """
     declared = _declared()["rules"]
     base = setups("full")[declared["setup"]]
@@ -120,7 +120,7 @@ def rule_cells() -> Iterator[tuple[str, Cell]]:
 
 
 def rule_settings() -> str:
-    """Return the name of the setup whose chosen settings the methods under aggregation rules have."""
+    """Return the name of the setup whose chosen settings are used for methods with aggregation rules."""
     return str(_declared()["rules"]["settings"])
 
 
@@ -129,13 +129,13 @@ def _declared() -> dict[str, Any]:
 
 
 def parts_of_networks() -> dict[str, dict[str, Any]]:
-    """Return the parts that methods require in every setup's network."""
+    """Return the extra parts that methods need in the network of every setup, keyed by method."""
     parts: dict[str, dict[str, Any]] = _declared()["models"]
     return parts
 
 
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
-    """Return the methods in a protocol for every setup, with the methods for comparison first."""
+    """Return the methods that a protocol runs in every setup, with the reference methods first."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
     return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
@@ -143,12 +143,12 @@ def methods_of(protocol: Protocol) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """Method in a setup, under a certain protocol.
+    """A method in a setup, under one protocol.
 
     Attributes:
-        method: name in the registry, or import path.
-        space: search space for the method's settings, in addition to the default spaces.
-        protocol: basis on which its trials and runs are compared with FedAvg's runs.
+        method: name of a registered method, or import path.
+        space: search space for the method's settings, added to the default spaces.
+        protocol: basis on which its trials and runs are compared with those of FedAvg.
     """
 
     setup: Setup
@@ -158,18 +158,18 @@ class Cell:
 
     @property
     def where(self) -> str:
-        """Name of the cell in messages."""
+        """Name of the cell in messages to the user."""
         return f"{self.method} in {self.setup.name}{' at equal gradients' if self.protocol == 'gradients' else ''}"
 
     @property
     def file(self) -> Path:
-        """Path of the cell's runs inside the folder with runs."""
+        """Relative path of the folder for the cell's runs."""
         place = Path(self.setup.name, file_name(self.method))
         return place if self.protocol == "rounds" else self.protocol / place
 
     @property
     def document(self) -> dict[str, Any]:
-        """Experiment with its fresh seeds, before settings are chosen."""
+        """Content of the experiment file with the seeds for the results, before settings are chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
         if parts := parts_of_networks().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}
@@ -177,7 +177,7 @@ class Cell:
 
     @property
     def search(self) -> dict[str, Any]:
-        """Experiment that searches for its settings, as a document."""
+        """Content of the experiment file that searches for the method's settings."""
         plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
@@ -185,16 +185,16 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """Experiment that searches for its settings.
+        """Experiment that searches for the method's settings.
 
         Raises:
-            ConfigError: the method does not exist, or does not have these settings.
+            ConfigError: the method does not exist, or does not have one of these settings.
         """
         return parse(self.search, self.where)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all inputs that determine its results, except the code, and of the number of trials."""
+        """Digest of all inputs that determine the results, except the code, followed by the number of trials."""
         from fedloom.lab.tune import space_of
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
@@ -205,9 +205,9 @@ class Cell:
 
     @cached_property
     def source(self) -> str:
-        """Digest of the method's code. For a preset, the digest covers the code of its parts.
+        """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
-        The digest leaves out docstrings, descriptions of options and sentences of errors, which change no figure.
+        Docstrings, descriptions of options and error messages are left out, because they do not affect results.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
@@ -223,7 +223,7 @@ class Cell:
 
 
 def _is_text(statement: ast.stmt) -> bool:
-    """Return True for a docstring of a module, class, function, attribute or constant."""
+    """Return True if a statement is the docstring of a module, class, function, attribute or constant."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)
@@ -232,10 +232,13 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def space_from(path: Path, method: str) -> dict[str, Any]:
-    """Return a search space from a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+    """Read a search space from a file.
+
+    The entries of the file have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
-        ConfigError: the file cannot be read, names an unknown setting of the method, or has no space for a setting.
+        ConfigError: the file cannot be read, names a setting that the method does not have, or gives no valid space for
+            a setting.
     """
     from fedloom.lab.tune import check_values, space_of
 

@@ -1,4 +1,4 @@
-"""Statements supported by the map's records: the advice first, then sentences on every setup."""
+"""Statements that the map's records support: first the advice, then sentences about each setup."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
 MAP_FOLDER = "map"
-"""In addition to the page, there are a page and pictures for each setup, and the table."""
+"""Folder for the page and the pictures of each setup, and for the table of all runs."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
-"""Comparison with a method that has no result."""
+"""Comparison that stands for a method without a result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
-    """Yield the rows of the first table, with the advice for each setup and its gain and cost.
+    """Yield the lines of the first table, which gives the advice for each setup with its gain and cost.
 
-    The advised method is the best of those that are better than the better of local and FedAvg. If there is none, it is
-    the better of local and FedAvg, provided that it is better than the other and the setup would have detected a gain
-    of `DETECTABLE_GAIN`. Otherwise, no method is named. For tables, training alone means a single client's best model,
-    including scikit-learn models. The largest gains come first.
+    The advised method is the best of those that are better than the baseline (the better of local training and FedAvg).
+    If no method is better than the baseline, the baseline is advised, provided that it is better than the other of the
+    two and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method is advised.
+    For tables, training alone stands for the best model that a single client can train, including scikit-learn models.
+    The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
@@ -57,15 +58,15 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     yield ""
     yield (
-        "All methods train for equal rounds. [Another table](#at-equal-gradients) compares them at equal gradients. "
-        "Gains are in points, and the largest gains are listed first. The verdict depends on the interval of the gain "
-        "over the baseline. The next two columns are means without a test. *Inconclusive*: no method is better, but "
-        f"there are too few seeds to rule out a gain of {WANTED_POINTS} points."
+        "All methods train for the same number of rounds. [Another table](#at-equal-gradients) compares them at equal "
+        "gradients. Gains are in percentage points, and the largest gains are listed first. The verdict depends on the "
+        "interval of the gain over the baseline. The next two columns show means that were not tested. *Inconclusive*: "
+        f"no method is better, but there are too few seeds to rule out a gain of {WANTED_POINTS} points."
     )
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Return the method that a setup supports, or None if the setup cannot decide this."""
+    """Return the method that a setup supports as advice, or None if there are too few seeds to decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
@@ -73,14 +74,14 @@ def recommended(j: SetupVerdict) -> Standing | None:
 
 
 def planned(j: SetupVerdict) -> str:
-    """Return a sentence on how many seeds would be needed to decide a setup, from the common spread of the gains."""
+    """Return a phrase about the number of seeds that a setup needs, given the spread that its gains have in common."""
     if not j.needed:
         return "too few results for a plan"
-    return f"{j.needed} seeds are needed to detect {WANTED_POINTS} points"
+    return f"{j.needed} seeds are needed to detect a difference of {WANTED_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
-    """Return a sentence on which of local and FedAvg is better, if this is decided."""
+    """Return a sentence that states which of local training and FedAvg is better, or "" if this is undecided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
         f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
@@ -90,7 +91,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
 
 
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """Render the page's first paragraphs, on methods that are better than the better of local and FedAvg."""
+    """Render the first paragraphs of the page, about the methods that are better than the baseline."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No federation has results of both local training and FedAvg yet."
@@ -107,7 +108,7 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
     )
     return "\n\n".join(
         [
-            f"{first} In the other federations, these methods are better:" if rest else first,
+            f"{first} In the other federations, the following methods are better:" if rest else first,
             *rest,
             *([last] if tested else []),
         ]
@@ -115,14 +116,14 @@ def finding(verdicts: Sequence[SetupVerdict]) -> str:
 
 
 def rivals_of(j: SetupVerdict) -> list[Standing]:
-    """Return the standings except those of local, FedAvg and pooled data."""
+    """Return the results of all methods except local training, FedAvg and training on pooled data."""
     return [s for s in j.standings if s.method not in REFERENCE_METHODS]
 
 
 def sentences(j: SetupVerdict) -> list[str]:
-    """Return three sentences that a setup's records support, and its power.
+    """Return three sentences that the records of a setup support, followed by a sentence about its statistical power.
 
-    If the records support no statement, return a single sentence.
+    If there are not enough records, a single sentence is returned.
     """
     if not j.reference:
         return [f"Incomplete: {len(j.records)} results, without local training or FedAvg." if j.records else "Not run."]
@@ -138,8 +139,8 @@ def sentences(j: SetupVerdict) -> list[str]:
     )
     rivals = rivals_of(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    several = "s are" if len(won) > 1 else " is"
-    named = f" The better method{several} {list_names(_gain(s) for s in won)}." if won else ""
+    lead = "methods that do better are" if len(won) > 1 else "method that does better is"
+    named = f" The {lead} {list_names(_gain(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
         f"Of the {len(rivals)} other methods, {_count(len(won))} better than the baseline, {_count(len(lost))} worse, "
@@ -154,18 +155,25 @@ def sentences(j: SetupVerdict) -> list[str]:
 
 
 def _power(j: SetupVerdict) -> Iterator[str]:
-    """Yield the sentence on the number of seeds needed for a decision. Yield no sentence if no gain is tested."""
+    """Yield a sentence that states how many seeds are needed to detect a relevant gain.
+
+    Nothing is yielded if no gain was tested.
+    """
     if j.needed:
         seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
         enough = planned(j) if j.decides else f"*{planned(j)}*"
         yield (
-            f"The standard deviation of the gains over seeds is {spread} points. At this spread, {enough}, and {seeds} "
-            "were run."
+            f"The standard deviation of the gains over seeds is {spread} points. With this spread, {enough}, "
+            f"{'and' if j.decides else 'but only'} {seeds} were run."
         )
 
 
 def _pooled(standing: Standing | None) -> str:
-    return f" One model on the pooled data scores {write_percent(standing.figures['mean'])} %." if standing else ""
+    return (
+        f" A single model that is trained on the pooled data scores {write_percent(standing.figures['mean'])} %."
+        if standing
+        else ""
+    )
 
 
 def _count(methods: int) -> str:
@@ -173,12 +181,12 @@ def _count(methods: int) -> str:
 
 
 def join_with_commas(values: Iterable[object]) -> str:
-    """Return values joined with commas."""
+    """Join values with commas."""
     return ", ".join(map(str, values))
 
 
 def enumerated(items: Sequence[str]) -> str:
-    """Return items joined with commas, the last two with "and"."""
+    """Join items with commas, and the last two with "and"."""
     *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -189,23 +197,23 @@ def _gain(s: Standing) -> str:
 
 
 def list_names(names: Iterable[str], most: int = 5) -> str:
-    """Return the first names joined with commas, and how many other names there are."""
+    """Join the first few names with commas, and state how many others there are."""
     items = list(names)
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def share_of_cells(run: int, cells: int) -> str:
-    """Return how many of a protocol's cells have a record: 9 of 12 results so far, or all 12 results."""
+    """Return how many cells have a record, such as "9 of 12 results so far" or "all 12 results"."""
     return f"all {cells} results" if run == cells else f"{run} of {cells} results so far"
 
 
 def signed(difference: Estimate | TestedDifference) -> str:
-    """Return a mean with its sign and half of its interval, in points."""
+    """Return a mean with its sign and the half-width of its interval, in points."""
     return ("+" if difference.mean > 0 else "") + write_percent(difference)
 
 
 def write_percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Return a mean and half of its interval, in points. "-" without an interval."""
+    """Return a mean with the half-width of its interval, in points. Return "-" if there is no mean."""
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")

@@ -1,1 +1,1 @@
-"""Tables of other programs: their data and splits, and the page that compares their results with fedloom's."""
+"""Tables of other programs: their data and splits, and a page that compares their results with those of fedloom."""

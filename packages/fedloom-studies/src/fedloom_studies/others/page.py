@@ -1,7 +1,8 @@
-"""Page on the other programs' tables: every printed value next to fedloom's, and verdicts of the fair tests.
+"""Page about tables of other programs: every printed value beside fedloom's value, and verdicts of fair tests.
 
-A cell is exact if fedloom's mean has the printed digits, and close if it is within the table's limit. Beyond the limit,
-a cell within two standard errors is explained by the spread over seeds, and any other cell by a sentence in the recipe.
+A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
+table. A value beyond this limit is explained by the spread over seeds if it lies within two standard errors, or else by
+a sentence in the recipe.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""File next to the summaries with concordances of the exact Cox regression, which `studies/scripts/brca_cox` writes."""
+"""File in the folder of the summaries that contains concordances of the exact Cox regression. The script
+`studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
-"""File next to the summaries with results of the public code's loops on adult in numpy, which
-`studies/scripts/afl_adult` repeats."""
+"""File in the folder of the summaries with results of the loops of the public code on adult.
+`studies/scripts/afl_adult` repeats these loops in numpy."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
 OTHERS_TEXT = """# Tables of other programs
 
 This page reproduces published tables of other programs on public data. Each table is first repeated with the authors'
-data, split, seeds and settings, and then tested with equal tuning for every method. A program generates this page
+data, split, seeds and settings, and then tested with equal tuning for every method. This page is generated
 from recorded runs.
 
 Two commands repeat the first table in about two minutes. The first command downloads four files from UCI (70 kB):
@@ -50,7 +52,7 @@ WORDS_TEXT = """## Words for cells
 | word | meaning |
 |---|---|
 | *exact* | the mean over seeds has the printed digits |
-| *close* | the mean differs by at most the table's limit (beside the count) |
+| *close* | the mean differs by at most the table's limit, which is given next to the count |
 | *spread* | the mean differs by more, but by at most two standard errors of both means |
 | *explained* | the mean differs by more than two standard errors, for the reason below the table |
 
@@ -59,7 +61,10 @@ the same as for paper reproductions. """
 
 
 class CellWord(StrEnum):
-    """Words for a cell next to a printed value. OPEN: the reason for the difference is unknown."""
+    """Words that describe how a value compares with the printed value.
+
+    OPEN: the reason for the difference is not known.
+    """
 
     EXACT = "exact"
     CLOSE = "close"
@@ -69,7 +74,7 @@ class CellWord(StrEnum):
 
 
 def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
-    """Return the word for a cell, or None if the table prints no value or no run gives one."""
+    """Return the word for a value, or None if the table prints no value or the value was not run."""
     if cell.paper is None or not np.isfinite(cell.mean):
         return None
     gap = abs(cell.mean - cell.paper)
@@ -84,7 +89,7 @@ def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
 
 
 def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
-    """Return the recipes for every table of other programs, recipes as published first."""
+    """Return the recipes of each table of another program, keyed by table. Recipes as published come first."""
     by_table: dict[str, list[Recipe]] = {}
     for recipe in recipes.values():
         if recipe.paper.table:
@@ -93,10 +98,10 @@ def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
 
 
 def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every file: "" for the page on all tables, otherwise a recipe's page or figure.
+    """Yield the names and texts of all files: the page about all tables (named ""), and each recipe's page and figure.
 
     Raises:
-        RunDirError: a file in ``results`` is not a summary.
+        RunDirError: a file in ``results`` is not a summary of a recipe.
     """
     groups = tables(recipes)
     summaries = {one.name: last(one, results) for group in groups.values() for one in group}
@@ -113,7 +118,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
-    """Render the page on all tables, with additional values next to some of them."""
+    """Render the page about all tables, with additional values for some tables."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)
@@ -131,7 +136,7 @@ def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, be
 
 
 def _split(group: list[Recipe]) -> tuple[list[Recipe], list[Recipe]]:
-    """Return the published recipes for a table, and its fair tests."""
+    """Return the recipes of a table that repeat it as published, and those that test it fairly."""
     return [one for one in group if one.paper.mode == "published"], [one for one in group if one.paper.mode == "fair"]
 
 
@@ -140,7 +145,7 @@ def _current(recipe: Recipe, summary: RecipeSummary | None) -> RecipeSummary | N
 
 
 def words_of(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWord]:
-    """Return the word for every printed cell of a recipe that was run, by column."""
+    """Return the word for each printed value of a recipe that was run, keyed by column."""
     done = _current(recipe, summary)
     shown = cells(recipe, done.numbers, compare=True) if done else []
     return {cell.column: word for cell in shown if (word := name_cell(recipe, cell))}
@@ -171,7 +176,7 @@ def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
-    """Return the mean of every column, in the unit of the table's values."""
+    """Return the mean of each column, in the unit of the table's values."""
     shown = cells(recipe, summary.numbers, compare=False)
     return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
 
@@ -181,7 +186,7 @@ def _name_cell_row(column: str) -> str:
 
 
 def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Yield the lines on a recipe: its protocol, a row for each method, explanations of cells, and its verdicts."""
+    """Yield the lines about a recipe: its protocol, a row for each method, explanations, and verdicts."""
     done, paper = _current(recipe, summary), recipe.paper
     link = f"[{recipe.name}]({PAPERS_FOLDER}/{recipe.name}.md)"
     if paper.mode == "fair":
@@ -219,7 +224,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
 
 
 def _show(recipe: Recipe, cell: TableCell) -> str:
-    """Render fedloom's value, the printed value, and the word for the pair."""
+    """Render fedloom's value, the printed value, and the word that compares them."""
     scale, digits = (100.0, 2) if unit(cell.figure).name == "%" else (1.0, 3)
     text = fixed(scale * cell.mean, digits)
     word = name_cell(recipe, cell)
@@ -227,7 +232,7 @@ def _show(recipe: Recipe, cell: TableCell) -> str:
 
 
 def _loops(loops: Figures) -> Iterator[str]:
-    """Yield the lines on the results of the public code's loops."""
+    """Yield the lines about results of the loops of the public code."""
     parts = list(next(iter(loops.values())))
     yield from ("**The public code's loops.** `studies/scripts/afl_adult` repeats them in numpy, with five seeds.", "")
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
@@ -237,7 +242,7 @@ def _loops(loops: Figures) -> Iterator[str]:
 
 
 def _exact_cox(cox: Figures) -> Iterator[str]:
-    """Yield the lines on the exact Cox regression that follow the table."""
+    """Yield the lines about the exact Cox regression, which follow the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**Exact Cox regression.** `fedloom cox` fits the data of all patients from sums, in a few rounds, "
                 "without a learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a "

@@ -1,6 +1,6 @@
-"""Data for other programs' tables, prepared and split as by these programs, and their initial model.
+"""Data of tables by other programs, prepared and split as in those programs, and their initial model.
 
-Experiment files refer to these classes by their import path. Every client's test part is the table's test part, so the
+Experiment files refer to these classes by import path. Each client's test part is the one in the table, so the
 partition is ``writers`` with ``test_from = "users"``.
 """
 
@@ -27,45 +27,46 @@ from fedloom.seeds import forked
 Floats = NDArray[np.float64]
 HEART_FILES = {name: f"processed.{name}.data" for name in ("cleveland", "hungarian", "switzerland", "va")}
 HEART_NUMBERS, HEART_CODES = (0, 1, 3, 4, 5, 7, 8, 9), (2, 6)
-"""Columns of the UCI files that FLamby uses: the numbers, followed by the codes that become indicators. Column 13 is
-the target."""
+"""Columns of the UCI files that FLamby uses: numeric columns, and categorical columns, which become indicators. The
+target is the last column."""
 HEART_SEED, HEART_TRAINING_SHARE = 43, 0.66
 BRCA_FEATURES = 39
 AFL_CLASSES = (("T-shirt/top", 0), ("Pullover", 2), ("Shirt", 6))
 AFL_SCALE_FLOOR = 0.001
-"""Number that is added to a pixel's standard deviation."""
+"""Number that is added to the standard deviation of each pixel."""
 PHD_LEVEL = "Doctorate"
 
 
 class SeededLinear(ModelSpec):
-    """Linear layer with the weights that PyTorch draws after ``torch.manual_seed(seed)``, as in a different program."""
+    """Linear layer with the weights that PyTorch draws after ``torch.manual_seed(seed)``, as in another program."""
 
     kind: ClassVar[str] = f"{__name__}:SeededLinear"
 
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """Return the layer for vectors ``[b, k]``."""
+        """Return the layer for input vectors ``[b, k]``."""
         with forked(torch.device("cpu")):
             torch.manual_seed(seed)  # noqa: TID251 (as the other program)
             return self.module(shape, outputs)
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Return the layer, drawn from the current global generator."""
+        """Return the layer with weights drawn from the current global generator."""
         return nn.Linear(shape[0], outputs)
 
 
 class FlambyHeart(Source):
-    """Fed-Heart-Disease from FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without missing cells.
+    """Fed-Heart-Disease from FLamby (owkin/FLamby at edacf54): four hospitals, 740 patients without missing values.
 
-    Columns 10 to 12 are omitted first, then the patients with a missing cell. Two thirds of a hospital's patients are
-    used for training, drawn by scikit-learn with seed 43. The features are scaled using the hospital's training part.
+    Columns 10 to 12 are left out first, and then all patients with a missing value. Two thirds of the patients of each
+    hospital are used for training. The training patients are drawn by scikit-learn with seed 43. The features are
+    scaled by the training part of each hospital.
     """
 
     path: str | None = Field(None, description="folder with the four UCI files (None: search the data folder)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the contents of the four files.
+        """Read the four files and return the data set.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -88,7 +89,7 @@ class FlambyHeart(Source):
 
 
 def _heart_rows(file: Path) -> Floats:
-    """Return the patients of a hospital without missing cells ``[N, 11]``, the target last."""
+    """Return the patients of a hospital without missing values, ``[N, 11]``. The target is in the last column."""
     try:
         table = np.genfromtxt(file, delimiter=",", missing_values="?", dtype=np.float64)
         rows = np.delete(table, (10, 11, 12), axis=1)
@@ -98,7 +99,7 @@ def _heart_rows(file: Path) -> Floats:
 
 
 def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return flags for FLamby's test patients in a hospital ``[N]``."""
+    """Return a mask ``[N]`` of the patients of a hospital that FLamby uses for testing."""
     counts = np.bincount(sick, minlength=2)
     _, test = train_test_split(
         np.arange(len(sick)), test_size=1 - HEART_TRAINING_SHARE, train_size=HEART_TRAINING_SHARE,
@@ -108,15 +109,15 @@ def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class FlambyBrca(Source):
-    """Fed-TCGA-BRCA from FLamby (owkin/FLamby at edacf54): survival of 1,088 patients in six regions, 39 columns.
+    """Fed-TCGA-BRCA from FLamby (owkin/FLamby at edacf54): survival of 1,088 patients in six regions, with 39 columns.
 
-    FLamby splits the patients, and uses the columns unchanged.
+    The split is FLamby's own, and the columns are used unchanged.
     """
 
     path: str | None = Field(None, description="folder with both files (None: search the data folder)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the contents of the table and the split.
+        """Read the table and the split, and return the data set.
 
         Raises:
             DataError: a file is missing, or differs from FLamby's.
@@ -148,17 +149,17 @@ class FlambyBrca(Source):
 class AflAdult(Source):
     """UCI adult as split by q-FFL's code for agnostic federated learning (litian96/fair_flearn): doctorates and others.
 
-    The features are indicators for every level of the eight coded columns, 99 in total. There is no indicator for a
-    missing level.
+    The features are indicators for each level of the eight categorical columns, 99 in total. A missing level has no
+    indicator.
     """
 
     path: str | None = Field(None, description="the same as in the source adult")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the contents of both files.
+        """Read both files and return the data set.
 
         Raises:
-            DataError: as in the source ``adult``.
+            DataError: raised as in the source ``adult``.
         """
         adult = load("adult", data_dir, **({} if self.path is None else {"path": self.path}))
         parts = []
@@ -174,18 +175,18 @@ class AflAdult(Source):
 
 
 class AflFashion(Source):
-    """Three classes of Fashion-MNIST, one per client (litian96/fair_flearn).
+    """Three classes of Fashion-MNIST, with one client per class (litian96/fair_flearn).
 
-    Every pixel is scaled using the training images of all ten classes.
+    Each pixel is scaled by the training images of all ten classes.
     """
 
     path: str | None = Field(None, description="the same as in the source fashion-mnist")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return the contents of the four files.
+        """Read the four files and return the data set.
 
         Raises:
-            DataError: as in the source ``fashion-mnist``.
+            DataError: raised as in the source ``fashion-mnist``.
         """
         images = load("fashion-mnist", data_dir, **({} if self.path is None else {"path": self.path}))
         if images.test is None:
@@ -207,10 +208,10 @@ def _find(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str],
     files: Mapping[str, Sequence[str]], cure: str,
 ) -> dict[str, Path]:  # fmt: skip
-    """Return the files of a data set in one folder, each under one of its names.
+    """Find a folder that contains all files of a data set, and return their paths.
 
     Raises:
-        DataError: no folder contains all files.
+        DataError: no folder contains all of the files.
     """
     root = path or data_dir or os.environ.get("FEDLOOM_DATA")
     if not root:

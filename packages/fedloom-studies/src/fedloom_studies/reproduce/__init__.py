@@ -1,4 +1,4 @@
-"""The papers' tables and figures as recipes, each run by a single command, with verdicts."""
+"""Tables and figures of papers as recipes. Each recipe is run by a single command and gives verdicts."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary as RecipeSummary
 
 __getattr__ = getter(__name__)
-"""Only running a recipe requires torch. Listing names and titles does not."""
+"""Only running a recipe imports torch. Listing names and titles does not import it."""

@@ -1,6 +1,7 @@
-"""Cells of a table, with our value next to the paper's.
+"""Cells of a table, with our value beside that of the paper.
 
-A cell is within the range if |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2).
+Our value is within the range of the paper's if |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2), where s1 and s2 are the
+standard deviations over n1 and n2 seeds.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fedloom_studies.reproduce.looks import Untested
 from fedloom_studies.reproduce.recipe import Recipe
 
 Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
-"""Values by variant, reference and seed, as in a summary."""
+"""Values keyed by variant, reference and seed, as in a summary."""
 
 
 @dataclass(frozen=True)
 class TableCell:
-    """Number in a table: our value at the chosen round and the paper's value.
+    """Value in a table: our value at the chosen round, and the paper's value.
 
-    Our value consists of a mean, half of its 95 % interval, and the number of seeds.
+    Our value is a mean with the half-width of its 95 % interval, and the number of seeds.
     """
 
     variant: str
@@ -43,7 +44,7 @@ class TableCell:
 
 
 def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
-    """Return every cell that was run or that the paper prints, row by row."""
+    """Return all cells that were run or that the paper prints, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
@@ -73,7 +74,10 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
 def within(
     mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
 ) -> str:  # fmt: skip
-    """Return the position (within, above or below), with the difference in the value's unit and in standard errors."""
+    """Return the position of our value (within, above or below the range of the paper's).
+
+    The difference is added in units and in standard errors.
+    """
     if paper is None:
         return "-"
     variance = 0.0 if math.isnan(std) else std**2 / n
@@ -85,12 +89,12 @@ def within(
 
 
 def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite values by seed."""
+    """Return the values that are finite, keyed by seed."""
     return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
 
 
 def printed(cell: object, percent: bool) -> tuple[float | None, float | None]:
-    """Return the mean and standard deviation of a cell in the paper, as fractions."""
+    """Return the mean and the standard deviation that the paper prints in a cell, as fractions."""
     if cell is None:
         return None, None
     mean, std = cell if isinstance(cell, tuple) else (cell, None)

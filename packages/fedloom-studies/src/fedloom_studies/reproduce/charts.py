@@ -1,6 +1,6 @@
 """Picture of a paper's table, for light and dark backgrounds.
 
-Our values are drawn with intervals, and the paper's values as marks.
+Our values are drawn with intervals, and those of the paper as marks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from fedloom_studies.reproduce.cells import TableCell
 from fedloom_studies.reproduce.figures import unit
 
 LINE_CHARACTERS = 24
-"""Largest number of characters per line in the name of a row."""
+"""Maximum number of characters per line in the name of a row."""
 
 
 def charted(cells: Sequence[TableCell]) -> list[TableCell]:
-    """Return the cells to draw. The result is empty if no cell was run."""
+    """Return the cells that can be drawn. The result is empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
 def legend(cells: Sequence[TableCell]) -> str:
-    """Render the legend for the drawn marks."""
+    """Return the legend for the marks that are drawn."""
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
              ("diamond", "the paper's", any(c.paper is not None for c in cells))]  # fmt: skip
@@ -30,13 +30,16 @@ def legend(cells: Sequence[TableCell]) -> str:
 
 
 def alt(title: str, cells: Sequence[TableCell]) -> str:
-    """Return a sentence that describes the figure."""
-    beside = " beside the paper's" if any(c.paper is not None for c in charted(cells)) else ""
-    return f"Our results{beside}, a row per column of the table: {title}."
+    """Return the alternative text of the figure."""
+    beside = " next to the paper's" if any(c.paper is not None for c in charted(cells)) else ""
+    return f"Our results{beside}, with one row for each column of the table: {title}."
 
 
 def draw_table(cells: Sequence[TableCell]) -> str:
-    """Draw a table as SVG, with a panel for each variant and a row for each column. Return "" if no cell was run."""
+    """Draw a table as SVG, with one panel for each variant and one row for each column.
+
+    Return "" if no cell was run.
+    """
     drawn = charted(cells)
     if not drawn:
         return ""

@@ -1,17 +1,18 @@
-"""Choose settings that a recipe leaves open, with `fedloom.lab.tune`.
+"""Choice of settings that a recipe leaves open, made by `fedloom.lab.tune`.
 
-Every candidate is tried with one or more seeds.
+Every candidate is tried with one seed or several.
 
-``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` lists the candidates (a key of `local` is written as
-``"local.lr"``). Several keys form a grid, which is the method's entire search space. The score is the validation
-accuracy in the last round (or the first metric that `fedloom.lab.tune` uses), averaged over the method's models.
-``model = "auto"`` uses the personal model if there is one. A ``[choose]`` table may reduce the ``rounds`` in these
-trials, and average over the first ``seeds``. With ``once = true``, the first variant chooses for all variants, and with
-``metric = "accuracy/weighted"``, the score is the value that decides a recipe's claims. Test data are not used. With
-``extend = K``, a grid whose best value is at an edge is extended up to K times, in the same way for all methods: the
-next value is the edge multiplied by the factor between it and its neighbor. ``edges = "every"`` extends the grid in
-every key whose best value is at its edge, and tries combinations of the best values and the next values. Without it,
-the grid is extended only in the first such key, with all values of the method's other keys.
+``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` lists the candidates. A key of ``local`` is written as
+``"local.lr"``. Several keys form a grid, which is the whole search space of the method. The score is the validation
+accuracy in the last round, averaged over the models of the method. If there is no accuracy, the score is the first
+metric that `fedloom.lab.tune` uses. With ``model = "auto"``, only the personal model is scored if there is one. A table
+``[choose]`` may reduce the ``rounds`` of these trials, and average the score over the first ``seeds``. With ``once =
+true``, the choice for the first variant applies to all variants. With ``metric = "accuracy/weighted"``, the score is
+the value by which the claims of the recipe are judged. Test data are never used. With ``extend = K``, a grid is
+extended up to K times if its best value lies at an edge, in the same way for all methods. The next value is the edge
+value times the ratio between it and its neighbor. With ``edges = "every"``, the grid is extended in every key whose
+best value lies at its edge, and combinations of the best and the next values are tried. Otherwise, the grid is extended
+only in the first such key, with all values of the other keys.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 TRIALS_FOLDER = "choose"
-"""Folder next to the variants' run directories, which contains the directory of every variant's search for settings."""
+"""Folder next to the run directories of the variants, with one directory for each variant's search for settings."""
 CHOICE_FILE = "chosen.json"
-"""File in a search's directory, with the choices and every candidate's score."""
+"""File in the directory of a search, with the choices and the score of every candidate."""
 
 
 def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return every candidate's text and method table.
+    """Return every candidate as its text and the resulting method table.
 
-    If the recipe leaves nothing open, return a single candidate with an empty text.
+    If the recipe leaves nothing open, a single candidate with an empty text is returned.
     """
     grid = method.get("choose", {})
     every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
@@ -51,7 +52,10 @@ def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
-    """Return the method table with the chosen values. The part of a key before a dot is the name of a table."""
+    """Return a method table with the chosen values inserted.
+
+    If a key contains a dot, the part before it is the name of a table.
+    """
     table = {k: v for k, v in method.items() if k != "choose"}
     for key, value in values.items():
         outer, dot, inner = key.partition(".")
@@ -60,7 +64,7 @@ def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) 
 
 
 def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the folder and document of the search for a document's settings, then of its extensions, each on demand."""
+    """Yield the folder and the document of the search for settings, and then those of each extension, on demand."""
     yield folder, dict(document)
     choices = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
@@ -74,9 +78,10 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
 
 
 def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return documents for the methods whose best value is at an edge of the grid, with grids beyond the edge.
+    """Return documents that extend the grids of methods whose best value lies at an edge.
 
-    There is one document, or as many as a method has keys to extend. Their grids do not overlap.
+    There is a single document, or one for each key that can be extended. The grids of different documents do not
+    overlap.
     """
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
@@ -101,7 +106,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
 def _next_edge_values(
     document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the next value of each key whose best value is at the edge of the grid, if the method allows it."""
+    """Return the next value of each key whose best value lies at an edge of the grid, if the method accepts it."""
     extended = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
@@ -115,9 +120,9 @@ def _next_edge_values(
 
 
 def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chosen values in the order of the method's grid.
+    """Return the chosen values, in the order of the method's grid.
 
-    If no trial was completed, the first candidate is chosen.
+    If no trial was completed, these are the values of the first candidate.
     """
     by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
     return {key: by_key[key] for key in method["choose"]}
@@ -133,7 +138,7 @@ def _allowed(document: Mapping[str, object], method: Mapping[str, object]) -> bo
 
 
 def edge_keys(chosen: str, scores: Iterable[str]) -> list[str]:
-    """Return the numeric keys whose chosen value is the smallest or largest of several candidates."""
+    """Return the numeric keys whose chosen value is the smallest or the largest of several candidates."""
     values, tried = _parsed(chosen, scores)
     edges = []
     for key, value in values.items():
@@ -144,19 +149,19 @@ def edge_keys(chosen: str, scores: Iterable[str]) -> list[str]:
 
 
 def _size(value: Any) -> float | None:
-    """Return a number, or the factor of a multiple such as ``0.5x``, or None for a word."""
+    """Return the size of a number or of a multiple such as ``0.5x``, or None for any other value."""
     if isinstance(value, str):
         return float(value[:-1]) if re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?x", value) else None
     return None if value is None or isinstance(value, bool) else float(value)
 
 
 def count_beyond_edges(choice: Mapping[str, object]) -> int:
-    """Return how many candidates were tried beyond the edges of the grid."""
+    """Return the number of candidates that were tried beyond the edges of the original grid."""
     return _trials(choice)["beyond"]
 
 
 def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the values of candidates, parsed from their texts."""
+    """Parse the texts of candidates and return their values."""
 
     def read(text: str) -> dict[str, Any]:
         pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
@@ -173,7 +178,7 @@ def _value(text: str) -> Any:
 
 
 def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the better of two choices for every method (the earlier one if they are equal), with both scores."""
+    """Return the better of two choices for every method (the earlier one in case of a tie), with the scores of both."""
     joined = dict(choices)
     for label, new in more.items():
         old = choices[label]
@@ -186,13 +191,13 @@ def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict
 
 
 def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many candidates were tried on the recipe's grid, and how many beyond its edges."""
+    """Return how many candidates were tried on the original grid, and how many beyond its edges."""
     counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
     return counts
 
 
 def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, Any]:
-    """Return the current choices from all searches for a document, including extensions (see `read_choices`)."""
+    """Return the choices made by all searches for a document so far, including extensions (see `read_choices`)."""
     choices: dict[str, Any] = {}
     for place, searched in searches(folder, document):
         choices = _better_choices(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
@@ -200,22 +205,22 @@ def choices_so_far(folder: Path, document: Mapping[str, object]) -> dict[str, An
 
 
 def first(document: Mapping[str, object]) -> dict[str, Any]:
-    """Return the experiment with every method's first candidate."""
+    """Return the experiment in which every method uses its first candidate."""
     return chosen(document, {})
 
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the methods that leave settings open."""
+    """Return the methods whose settings are still open."""
     return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
 
 
 def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
-    """Return the number of rounds in a method's trials."""
+    """Return the number of rounds of a method's trials."""
     return int(method.get("rounds", document.get("choose", {}).get("rounds", document["rounds"])))
 
 
 def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment file for the search: the methods with open settings, and their grids."""
+    """Return the experiment document of the search, with the methods that have open settings, and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
     # a method may be called as another one's algorithm is: its grid is not the other one's
@@ -236,12 +241,12 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trials_of(document: Mapping[str, Any], variant: str) -> str:
-    """Return the name of the folder with a variant's trials."""
+    """Return the name of the folder that holds the trials of a variant."""
     return "once" if document.get("choose", {}).get("once") else variant
 
 
 def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the experiment with choices applied. Without a choice, the first candidate is used."""
+    """Return the experiment with the chosen settings inserted. A method without a choice uses its first candidate."""
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
         options, choice = dict(candidates(method)), choices.get(label_of(method), {})
@@ -251,9 +256,9 @@ def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choices from the search in a folder: each method's winner, and the score of every candidate.
+    """Return the choices that a search stored in a folder: the winner of each method, and the scores of all candidates.
 
-    A method whose candidates have changed since then is omitted.
+    Methods whose candidates have changed since then are left out.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
     candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
@@ -265,9 +270,9 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
-    """Write the results of a search, adding them to the earlier results.
+    """Add the results of a search to its file of choices.
 
-    The first candidate wins if no trial was completed.
+    If no trial of a method was completed, its first candidate wins.
     """
     choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}

@@ -1,8 +1,9 @@
-"""Estimate a recipe's time on this machine as counted sample gradients times measured seconds per sample.
+"""Estimate of a recipe's time on this machine: the number of sample gradients times the measured seconds per gradient.
 
-For the count, a method's first round is run on a tiny federation, which gives the number of gradients per training
-sample and round. The other factors are rounds, seeds, participation and the nominal size of the data. For the
-seconds, FedAvg takes two steps on random data of the same shape, with the same model, batch size and engine.
+For the number of gradients, the first round of each method is run on a tiny federation. This round gives the number of
+gradients per training sample and round. The number of gradients is multiplied by the numbers of rounds, seeds,
+participating clients and samples. For the seconds per gradient, FedAvg takes two steps on random data of the same
+shape, with the same model, batch size and engine.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from fedloom_studies.reproduce.recipe import NOMINAL_SETS, Nominal, Recipe, Scal
 from fedloom_studies.reproduce.summary import ESTIMATES_FILE, Need, read_summary
 
 MAX_TIMED_BATCH = 10
-"""Largest batch with which convolutional networks are timed."""
+"""Maximum batch size with which convolutional networks are timed."""
 FIXED_WORK_METHODS = ("fiaelt", "fedadmm-inexact")
-"""Methods whose local work does not increase with the number of the client's samples."""
+"""Methods whose local work does not grow with the client's number of samples."""
 _SECONDS_OF_ROUND: dict[str, float] = {}
 
 
 def minutes(recipe: Recipe, scale: Scale) -> float:
-    """Return the estimated core-minutes for a recipe at a scale, including the choice of settings.
+    """Estimate the core-minutes that a recipe takes at a scale, including the choice of settings.
 
-    Evaluation is not included.
+    Evaluation is not included in the estimate.
     """
     total = 0.0
     for number, document in enumerate(recipe.make_documents(scale).values()):
@@ -64,14 +65,14 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 
 
 def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    """Return the estimated processor time of a round in seconds. Evaluation is not included.
+    """Estimate the processor time of a round in seconds. Evaluation is not included in the estimate.
 
     Args:
-        plan: plan of the experiment in which the method is compared.
-        method: method in the plan.
+        plan: experiment that compares the method.
+        method: method whose round is estimated.
         data: shape and classes of the samples.
         clients: number of clients in the federation.
-        samples: number of a client's training samples.
+        samples: number of training samples of a client.
     """
     gradients = _gradients(method, samples) * _cohort(method, clients)
     return gradients * _speed(plan, method, data, min(clients, 10), samples)
@@ -90,7 +91,7 @@ def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
 
 
 def _cohort(method: Method, clients: int) -> float:
-    """Return the number of clients in a round."""
+    """Return the number of clients that take part in a round."""
     if method.setting.pooled:
         return clients
     sampler = method.setting.sampler
@@ -112,7 +113,10 @@ def _gradients(method: Method, samples: float) -> float:
 
 
 def _counted(algorithm: object, local: LocalSGD, samples: int) -> float:
-    """Return a client's number of sample gradients in a round on a tiny federation, which is run once."""
+    """Return the number of sample gradients that a client computes in a round.
+
+    The count is cached for equal arguments.
+    """
     key = repr((algorithm, local, samples))  # options of an optimiser have no hash
     if key not in _SECONDS_OF_ROUND:
         _SECONDS_OF_ROUND[key] = _tried(algorithm, local, samples)
@@ -127,7 +131,10 @@ def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
 
 @cache
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
-    """Return the processor seconds per sample gradient, measured in the second of two rounds with two steps each."""
+    """Return the processor time in seconds per sample gradient.
+
+    The time is measured in the second of two rounds with two steps each.
+    """
     data = _random(shape, classes, clients * 2 * batch)
     fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
@@ -154,10 +161,10 @@ def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
 def listing(
     recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None, *, estimated: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each recipe: name, title, required data, state, stated budget, and the measured time.
+    """Yield a row for each recipe: its name, title, data, state, stated time budget, and measured time.
 
-    If the recipe was not run and ``estimated`` is true, the time is an estimate for this machine. For the estimate,
-    every kind of model is timed once.
+    For a recipe that has not been run, the time is an estimate for this machine if ``estimated`` is true. To make
+    estimates, each kind of model is timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
@@ -175,9 +182,10 @@ def listing(
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
-    """Write the requirements of recipes that have not been run. Return the path of the file.
+    """Estimate what recipes that have not been run need, and write it to a file. The result is the path of this file.
 
-    The file is stored next to the summaries. It lists full-scale requirements of recipes without a laptop scale.
+    The file is in the folder of the summaries. The estimates cover the full scale of all recipes that have no laptop
+    scale.
     """
     estimates = {}
     for name, recipe in recipes.items():

@@ -1,4 +1,7 @@
-"""Run a recipe: first the choice of settings, then every variant. Only missing parts are run, within a budget."""
+"""Execution of a recipe: first the choice of settings, then the runs of every variant.
+
+Only missing parts are run, within a time limit.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +41,13 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import lock_folder, read_document
 
 PROTOCOL_FILE = "protocol.json"
-"""File in a recipe's folder with digests of its runs."""
+"""File in the folder of a recipe with digests of the documents that were run."""
 DEVICE_KEY = "engine.device"
-"""Key for the device in that file, which contains the device's name."""
+"""Key in this file for the device that was used. The value of this key is the name of the device."""
 SUM_ORDER_TOLERANCE = 0.002
-"""Relative difference up to which values count as equal apart from the order of sums, which differs between
-processors."""
+"""Relative difference up to which values may differ because of the order of summation on different processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
-"""Function that shows the progress of runs, given either the total number of their rounds or numbers by method
-label."""
+"""Function that shows the progress of runs, given the total number of rounds or the numbers of rounds by label."""
 
 
 def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
@@ -54,16 +55,19 @@ def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]
 
 
 def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
-    """Return the experiment in a document that leaves no settings open.
+    """Parse a document that leaves no settings open, and return its experiment.
 
     Raises:
-        ConfigError: as `fedloom.lab.experiment.parse`.
+        ConfigError: raised as by `fedloom.lab.experiment.parse`.
     """
     return parse({**document, "engine": {"workers": workers, **document.get("engine", {})}}, where)
 
 
 class TimeBudget:
-    """Time that a recipe may take. When it has passed, the current run is saved and stopped, and can be resumed."""
+    """Time limit of a recipe.
+
+    When the limit is reached, the current run is saved and stopped. A stopped run can be resumed later.
+    """
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -71,11 +75,11 @@ class TimeBudget:
 
     @property
     def left(self) -> float:
-        """Seconds left."""
+        """Remaining time in seconds."""
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def __call__(self, event: Event) -> None:
-        """Stop a run that exceeds the time."""
+        """Stop a run that exceeds the time limit."""
         here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
         if self.left <= 0 and not event.status and (here or not self._stop_requested):
             self._stop_requested = True
@@ -98,32 +102,34 @@ def reproduce(
     join: bool = False,
     executor: Executor | None = None,
 ) -> RecipeSummary | None:
-    """Run the missing parts of a recipe. Return its summary. The summary is written after every variant.
+    """Run the missing parts of a recipe. The result is a summary. The summary is written after every variant.
 
     Args:
         recipe: recipe to run.
-        scale: scale of the recipe.
-        out: folder of the recipe. It contains a run directory for each variant.
-        results: folder for summaries. If None, no summary is written.
+        scale: scale at which the recipe is run.
+        out: folder for the recipe. Each variant has its own run directory in this folder.
+        results: folder for the summaries. None: the summary is not written.
         data_dir: folder with the data sets.
-        seeds: seeds that replace the recipe's seeds.
-        only: labels of the methods to run. If empty, all methods are run.
+        seeds: seeds to use instead of those of the recipe.
+        only: labels of the methods to run. All methods are run if no labels are given.
         workers: number of processes.
-        device: device for its runs and trials, as in ``[engine]``.
-        budget: time that the recipe may take.
-        show: function that shows progress.
-        join: True to share every variant's runs with other processes that make the same call, on machines that can
-            access the folder.
-        executor: executor for a variant's runs and searches, with a method ``submit(function, *arguments)``.
+        device: device for the runs and trials, as in ``[engine]``.
+        budget: time limit of the recipe.
+        show: function that shows the progress of runs.
+        join: True to share the runs of every variant with other processes that make the same call, on any machine that
+            can access the folder.
+        executor: executor that performs the runs and searches of a variant, with a method ``submit(function,
+            *arguments)``.
 
     Returns:
-        The summary, which is incomplete if the budget ran out or the user stopped the run. None if there is no result.
+        The summary. The summary is incomplete if the time limit was reached or the user stopped the run. None if there
+        is no result yet.
 
     Raises:
         DataError: the data are missing.
-        ConfigError: the recipe does not contain such a method, or torchrun has started several ranks.
-        RunDirError: the folder contains other files, or runs or choices from an earlier version of the recipe.
-        ModuleNotFoundError: settings must be chosen, and Optuna is not installed.
+        ConfigError: the recipe does not contain one of the methods, or torchrun has started more than one rank.
+        RunDirError: the folder contains other files, or runs or choices of an earlier version of the recipe.
+        ModuleNotFoundError: settings must be chosen, but Optuna is not installed.
     """
     check_alone("a recipe")
     budget, documents = budget or TimeBudget(), recipe.make_documents(scale, seeds, only)
@@ -157,10 +163,10 @@ def reproduce(
 
 
 def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Reserve the folder for these documents. Methods and seeds may be added or omitted later.
+    """Record in the folder which documents it belongs to. Methods and seeds may still be added or left out later.
 
     Raises:
-        RunDirError: the folder contains runs or trials of a different version of a variant.
+        RunDirError: the folder contains runs or trials of another version of a variant.
     """
     make_folder(out)
     with lock_folder(out):
@@ -193,9 +199,9 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each method's table by label, including candidates, and of the rest without seeds.
+    """Return one digest for each method (keyed by label, including candidates) and one for all keys except seeds.
 
-    The device is also included by name, for use in a message.
+    The device is added by name, so that an error message can state it.
     """
     parts = {label_of(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
@@ -204,14 +210,14 @@ def _digests(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
-    """Return the number of samples in every data set, by source."""
+    """Return the number of samples in every data set, keyed by source."""
     sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
     return {name: len(source.load(data_dir)) for name, source in sources.items()}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value in a summary, and the same run's value on this machine."""
+    """Value in a summary, and the value of the same run on this machine."""
 
     reference: str
     was: float | None
@@ -219,7 +225,7 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """Difference relative to the value, or absolute difference if the value is between -1 and 1."""
+        """Relative difference of the values, or absolute difference if the value in the summary is between -1 and 1."""
         if self.was is None or self.now is None:
             return 0.0 if self.was == self.now else math.inf
         return abs(self.was - self.now) / max(1.0, abs(self.was))
@@ -229,19 +235,21 @@ def verify(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
     workers: int | str = 1, show: Show = _quiet,
 ) -> list[Difference]:  # fmt: skip
-    """Run the first seed of a summary's first variant again, with the chosen settings. Return the differences.
+    """Run the first seed of the first variant in a summary again, with the settings that were chosen then.
+
+    Return the differences between the values.
 
     Args:
-        recipe: recipe of the summary.
+        recipe: recipe that the summary belongs to.
         summary: summary to compare with.
         folder: empty folder for the run.
         data_dir: folder with the data sets.
-        only: labels of the methods to run. If empty, all methods are run.
+        only: labels of the methods to run. All methods are run if no labels are given.
         workers: number of processes.
-        show: function that shows progress.
+        show: function that shows the progress of runs.
 
     Raises:
-        RunDirError: the summary belongs to an earlier version of the recipe.
+        RunDirError: the summary was made with an earlier version of the recipe.
     """
     if summary.protocol != recipe.protocol(summary.scale):
         raise RunDirError(
@@ -263,7 +271,7 @@ def _variant(
     data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
     *listeners: Listener,
 ) -> bool:  # fmt: skip
-    """Run one variant with the settings chosen for the document ``chooses``. Return True if it ended."""
+    """Run one variant with the settings that were chosen for the document ``chooses``. Return True if it has ended."""
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:
@@ -300,7 +308,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """Return False if the user stopped the run. Otherwise, raise the given exception."""
+    """Return False if the user stopped the run. Raise the exception that is passed in all other cases."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

@@ -1,4 +1,4 @@
-"""Facts about the papers' public code, and the recipes in the published protocol that use them (``facts.toml``)."""
+"""Facts about the public code of papers, and which recipes as published make use of them (``facts.toml``)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from fedloom.values import Value
 from fedloom_studies.reproduce.recipe import Recipe
 
 FACTS_PAGE = "facts"
-"""Name of the page in the folder with the recipes' pages."""
+"""Name of the page, which is in the folder with the pages of the recipes."""
 FACTS_TEXT = (
-    "Facts that the papers' texts lack or contradict, and how many of a paper's recipes in the published protocol use "
-    "them. Repositories are named with the commit that was read. FedACS and Equitable-FL have no public code."
+    "This page lists facts that the texts of the papers leave out or contradict, and how many of the recipes in the "
+    "published protocol use them. Each repository is given with the commit that was read. FedACS and Equitable-FL have "
+    "no public code."
 )
 
 
 class Unused(Value):
-    """Recipes that do not use a fact, with the reasons."""
+    """Recipes that do not make use of a fact, with the reason."""
 
     because: str
     recipes: tuple[str, ...] = Field(min_length=1)
 
 
 class Fact(Value):
-    """Fact about a paper's public code."""
+    """Fact about the public code of a paper."""
 
     paper: str = Field(description="name of the paper, as in the recipes' titles")
     text: str = Field(description="what the code does")
@@ -44,31 +45,34 @@ class Fact(Value):
 
     @property
     def recipes(self) -> list[str]:
-        """Recipes that are listed for the fact."""
+        """Recipes that are listed for the fact, whether or not they use it."""
         return [*self.used, *(name for reason in self.unused for name in reason.recipes)]
 
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """Return every fact, by paper."""
+    """Return all facts in the order of the file, which groups them by paper."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("facts.toml").read_text())
     return tuple(Fact(**one) for one in document["fact"])
 
 
 def published(recipes: Mapping[str, Recipe], paper: str) -> list[str]:
-    """Return a paper's recipes in the published protocol, each of which must list every fact about the paper."""
+    """Return the recipes of a paper as published. Each recipe must be listed for every fact about the paper."""
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{paper},")]
     return [name for name, one in of_paper if one.paper.mode == "published"]
 
 
 def holds(fact: Fact, recipe: Recipe) -> bool:
-    """Return True if every experiment in a recipe, in its current form, has the options that show the use of a fact."""
+    """Return True if all experiments of a recipe have the options by which a fact can be recognized."""
     documents = recipe.make_documents("laptop" if "laptop" in recipe.scales else "full").values()
     return all(_option(document, key) == value for document in documents for key, value in fact.holds.items())
 
 
 def _option(document: Mapping[str, Any], key: str) -> Any:
-    """Return an option by its dotted key. The label of a method leads to its options, including ``defaults``."""
+    """Return an option of an experiment, given its dotted key.
+
+    A key ``method.LABEL.option`` refers to an option of a method, which may be ``defaults``.
+    """
     table, _, rest = key.partition(".")
     if table != "method":
         value = document.get(table)
@@ -80,7 +84,7 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
 
 
 def facts_page(recipes: Mapping[str, Recipe]) -> str:
-    """Render the page with all facts as Markdown, with a table for each paper."""
+    """Render the page about all facts as Markdown, with a table for each paper."""
     lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
     for paper in dict.fromkeys(fact.paper for fact in facts()):
         count = len(published(recipes, paper))

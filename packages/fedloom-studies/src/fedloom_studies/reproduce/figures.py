@@ -1,14 +1,15 @@
-"""Values from finished runs by name, for each seed.
+"""Values from finished runs, looked up by a reference, for each seed.
 
 A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``.
-A model is global, personal, hybrid as chosen by the run, hybrid-validation (chosen on validation data in every run), or
-empty for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless train, validation
-or common is given. The statistic ``client-K`` is the value of client number K alone. WHEN is the last round unless it
-is given as ``validation`` (the round that is best on validation data), ``mean`` (over the evaluated rounds, a measure
-of speed), the number of a round, or ``to VALUE``: the first evaluated round whose validation score reaches the value,
-for claims about work. A model that never reaches the value is given the work of the last round, which is a lower bound.
+The model is global, personal, hybrid (as the run chose it), hybrid-validation (chosen on validation data in every run),
+or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
+train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. WHEN is
+the last round by default. WHEN may also be ``validation`` (the round that is best on validation data), ``mean`` (the
+mean over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last of these, which
+is used for claims about work, is the first evaluated round whose validation score reaches the value. If a model never
+reaches the value, the work of the last round is used, which is a lower bound.
 
-`unit` is the form in which a value is shown: accuracies in percent and their differences in points, bytes as MB.
+The function `unit` defines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from fedloom.metrics import TASK_ROLES, metric
 
 FIGURE_PARTS = ("train", "validation", "test", "common")
 MIN_WHOLE_FIGURE = 10_000
-"""Limit at and above which values without a unit, such as numbers of parameters, are shown without decimals."""
+"""Smallest value without a unit, such as a number of parameters, that is shown without decimal places."""
 CLIENT_STATISTIC = "client-"
-"""Beginning of the name of the statistic for one client, before its number."""
+"""Prefix of the statistic for a single client, which is followed by the client's number."""
 UNSCALED_STATISTICS = ("variance", "jain")
-"""Statistics over clients whose unit differs from that of their metric."""
+"""Statistics over clients whose unit is not that of the metric."""
 
 
 class Reference(NamedTuple):
-    """Identity of a number: variant ("" for each variant), method, model and figure."""
+    """Reference that identifies a value: variant ("" stands for every variant), method, model and figure."""
 
     variant: str
     method: str
@@ -43,7 +44,7 @@ class Reference(NamedTuple):
 
     @classmethod
     def create(cls, text: str, figure: str) -> Reference:
-        """Return the reference in the form ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+        """Parse a reference of the form ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
         Raises:
             ConfigError: the text does not have this form.
@@ -55,24 +56,24 @@ class Reference(NamedTuple):
         return cls(variant.strip() if bar else "", parts[0], parts[1], parts[2] if len(parts) == 3 else figure)
 
     def __str__(self) -> str:
-        """Return the reference without the variant, as stored in a summary."""
+        """Return the reference without its variant, as it is stored in a summary."""
         return f"{self.method}: {self.model}: {self.figure}"
 
     def chosen(self) -> Reference | None:
-        """Return the same reference at the round chosen on validation data, or None if there is no such choice."""
+        """Return the same reference at the round chosen on validation data, or None if no round can be chosen."""
         plain = "@" not in self.figure and self.model and not self.figure.startswith(("validation ", "nmi"))
         return self._replace(figure=f"{self.figure}@validation") if plain else None
 
 
 class Unit(NamedTuple):
-    """Format for a kind of value.
+    """Unit of a kind of value, and how values and differences are shown.
 
     Attributes:
-        name: name of the unit after a value.
-        gap: name of the unit after a difference.
-        scale: factor for a displayed value.
-        words: words for a positive and for a negative difference.
-        ratio: True if values are compared by their ratio, whose logarithm is tested.
+        name: unit that follows a value.
+        gap: unit that follows a difference.
+        scale: factor by which a value is multiplied before it is shown.
+        words: words that follow a positive and a negative difference.
+        ratio: True if two values are compared by the logarithm of their ratio.
     """
 
     name: str = ""
@@ -82,16 +83,16 @@ class Unit(NamedTuple):
     ratio: bool = False
 
     def value(self, mean: float, spread: float | None = None) -> str:
-        """Render a mean, with a standard deviation if there is one: ``94.98 ± 0.20 %``."""
+        """Render a mean, with its standard deviation if it is known: ``94.98 ± 0.20 %``."""
         return self._resolve_name(self._format_value(mean, spread), self.name)
 
     def difference(self, mean: float, half: float | None = None) -> str:
-        """Render a difference with its sign, and half its interval if there is one: ``-38.1 ± 5.4 points``."""
+        """Render a difference with its sign and, if known, the half-width of its interval: ``-38.1 ± 5.4 points``."""
         sign = "+" if mean > 0 else ""
         return self._resolve_name(sign + self._format_value(mean, half), self.gap)
 
     def lead(self, mean: float, half: float = math.nan) -> str:
-        """Render a tested difference, or a ratio from its logarithm: ``1.16 (1.08 to 1.25) times``."""
+        """Render a tested difference, or a ratio given its logarithm: ``1.16 (1.08 to 1.25) times``."""
         return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
 
     def write_words(self, mean: float, half: float = math.nan) -> str:
@@ -121,7 +122,7 @@ PLAIN_UNIT = Unit()
 
 
 def unit(figure: str) -> Unit:
-    """Return the unit of a figure, given its name."""
+    """Return the unit of a figure, given the name of the figure."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
     if metric(base).scale == POINTS_UNIT.scale and statistic not in UNSCALED_STATISTICS:
@@ -132,9 +133,9 @@ def unit(figure: str) -> Unit:
 
 
 def _number(of: Unit, value: float, spread: float) -> str:
-    """Return two decimals, or one next to a spread of 1 or more.
+    """Render a number with two decimal places, or with one if the spread beside it is at least 1.
 
-    Without a unit, return four decimals for values below 10, otherwise four digits.
+    Numbers without a unit have four decimal places below 10, and five significant digits otherwise.
     """
     if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
@@ -144,7 +145,7 @@ def _number(of: Unit, value: float, spread: float) -> str:
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """Return the value for every seed, or NaN for runs that are unfinished or did not record it."""
+    """Return the value for each seed. The value is NaN if the run has not ended or did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
     for seed in seeds_of(run, reference.method):
@@ -180,9 +181,9 @@ def _curve(run: Run, key: Key) -> Curve:
 
 
 def _validation_curve(run: Run, key: Key) -> Curve:
-    """Return the mean over benign clients.
+    """Return the mean over the benign clients in each round.
 
-    Each client uses the global model if it is better on the client's validation part.
+    For each client, the global model is used if it is better than the personal model on the client's validation part.
     """
     parts = {
         (model, part): run.benign(key._replace(model=model, part=part))
@@ -220,15 +221,15 @@ def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: st
 
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:
-    """Return the round with the model's best validation score (the earliest if tied), or -1 without validation."""
+    """Return the round with a model's best validation score (the earliest if tied), or -1 if there are no scores."""
     rounds, scores, _ = _validation(run, reference, seed)
     return int(rounds[np.argmax(scores)]) if len(rounds) else -1
 
 
 def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the rounds, the model's signed validation scores (higher is better), and the sign.
+    """Return the rounds, the validation scores of a model with their sign set so that higher is better, and this sign.
 
-    The arrays are empty if there are no such scores.
+    Both arrays are empty if there are no validation scores.
     """
     for name in (*(roles.page for roles in TASK_ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))

@@ -1,18 +1,20 @@
-"""Judge the claims of a paper, for each claim and rival.
+"""Verdicts on the claims of papers, based on tests against each rival.
 
-A rival is one of the sides with which the claim's subject is compared. For each rival there is one number per seed, the
-mean over variants of the difference in the claimed direction, paired over seeds (equal seeds mean equal data, cohorts,
-initial model and batches); it is tested by a t-test with Holm's correction over the claim's rivals. If a claim refers
-to each variant, such as every attack, a side is a separate rival in each variant. A claim holds if every rival is
-clearly behind, and does not hold if any rival is clearly ahead. No rival can compensate for or hide the others. The
-claim is examined after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni), and the
-first clear look decides it. Claims of equivalence are tested by two one-sided tests. Claims about standard deviations
-over seeds are judged in the same way, based on the distances of the seeds' values from their median (Levene's test in
-the form of Brown and Forsythe). Single comparisons are subject to Holm's correction over the entire recipe. If one of
-them clearly contradicts the claim, the claim holds at most in part. Variances, work and traffic are compared by ratios,
-as the papers' claims are. On the logarithmic scale, a single extreme seed does not dominate a mean. The interval of a
-difference has the level of its look and of its step in Holm's procedure, so it is the interval on which the decision is
-based. Verdicts apply to the paper's samples, with other seeds.
+A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
+seed: the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
+cohorts, initial model and batches are the same). The differences are tested by a t-test with Holm's correction over the
+rivals of the claim. If a claim is about each variant, such as every attack, a side counts as a different rival in each
+variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if any rival is clearly
+ahead. A large lead over one rival therefore cannot make up for another. A claim is tested after 5, 10 and 20 seeds, at
+levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks) with a
+significant result settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about standard
+deviations over seeds are judged in the same way, with each value replaced by its distance from the median over seeds
+(Levene's test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested
+separately, with Holm's correction over the whole recipe. If one of them clearly contradicts the claim, the claim holds
+only in part. Variances, work and traffic are compared by ratios, as in the claims of the papers. On this logarithmic
+scale, a single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its
+interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the
+samples of the paper, with other seeds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """Single comparison within a claim. Its verdict takes Holm's correction into account."""
+    """Comparison of the subject of a claim with one side in one variant.
+
+    The verdict on the comparison includes Holm's correction.
+    """
 
     left: str
     right: str
@@ -57,12 +62,13 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class Rival:
-    """Side with which a claim's subject is compared.
+    """Side that the subject of a claim is compared with.
 
     Attributes:
-        name: name of the side, without a variant of its own.
-        look: test of its differences (one per seed) at the look that decides the claim.
-        clear: True if the difference is clear by Holm's procedure over the claim's rivals.
+        name: name of the side. The name includes the variant only if the variant differs or the claim is about each
+            variant.
+        look: test of its differences, one per seed, at the interim test that settles the claim.
+        clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
     """
 
     name: str
@@ -71,21 +77,21 @@ class Rival:
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Verdict on the claim against this rival alone."""
+        """Verdict on the claim with respect to this rival alone."""
         return self.look.verdict if self.clear else UNDECIDED
 
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim with the tests against its rivals, and its single comparisons.
+    """A claim, with the tests against its rivals and its single comparisons.
 
     Attributes:
-        claim: claim of the paper.
-        figure: figure of the claim.
-        rivals: rivals with at least one run.
-        comparisons: every pair.
-        planned: number of comparisons in the recipe.
-        lost: number of comparisons that were run but lack a result on one side.
+        claim: claim that the paper makes.
+        figure: figure that the claim is about.
+        rivals: rivals that were run at least once.
+        comparisons: all single comparisons, one for each side and variant.
+        planned: number of comparisons that the recipe plans.
+        lost: number of comparisons that were run but lack any result on one side.
     """
 
     claim: Claim
@@ -97,20 +103,20 @@ class JudgedClaim:
 
     @property
     def reason(self) -> Untested | None:
-        """Reason why the claim is not tested. None if the claim is tested."""
+        """Reason why the claim is not tested. None if it is tested."""
         return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
 
     @property
     def words(self) -> str:
-        """Verdict for people."""
+        """Verdict as text for readers, with the reason if the claim is not tested."""
         return claim_words(self.verdict, self.reason)
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Verdict on the claim.
+        """Verdict on the claim as a whole.
 
-        The claim holds if it holds against every rival. It holds in part if it holds against some rivals and no rival
-        is ahead, or if a comparison contradicts it.
+        The claim holds if it holds against every rival. A claim holds in part if it holds against some rivals and no
+        rival is ahead, or if it holds but a single comparison contradicts it.
         """
         if self.reason:
             return UNTESTED
@@ -120,9 +126,11 @@ class JudgedClaim:
 
     @property
     def least(self) -> Rival:
-        """Rival closest to contradicting the claim: with the smallest difference, or farthest from equality.
+        """Rival that comes closest to contradicting the claim.
 
-        For a claim that does not hold, this is a rival that clearly contradicts the claim.
+        This rival has the smallest difference or, in a claim of equivalence, the largest.
+
+        If the claim does not hold, it is a rival that clearly contradicts it.
         """
         against = [r for r in self.rivals if r.verdict == FAILS] if self.verdict == FAILS else []
         return min(
@@ -132,17 +140,17 @@ class JudgedClaim:
 
     @property
     def measured(self) -> list[ClaimPair]:
-        """Comparisons with at least one run."""
+        """Comparisons that were run with at least one seed."""
         return [c for c in self.comparisons if c.look.n]
 
     @property
     def right(self) -> int:
-        """Comparisons whose mean is in the claimed direction."""
+        """Number of comparisons whose mean is in the claimed direction."""
         return sum(as_claimed(self.claim, c.look.difference) for c in self.measured)
 
     @property
     def count(self) -> str:
-        """Number of comparisons as claimed, clearly for and against the claim on their own, and without a result."""
+        """Text with the numbers of comparisons as claimed, clearly for and against the claim, and without a result."""
         rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"
@@ -152,14 +160,14 @@ class JudgedClaim:
 
     @property
     def summary(self) -> str:
-        """Verdict and count."""
+        """Verdict followed by the count of comparisons."""
         if not self.measured:
             return self.words
         return f"{self.verdict} by construction" if self.claim.construction else f"{self.verdict} ({self.count})"
 
 
 def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
-    """Return the verdict on the claim, given the verdicts on its rivals."""
+    """Return the verdict on a claim, given the verdicts against its rivals."""
     words = [rival.verdict for rival in rivals]
     held, failed = words.count(HOLDS), words.count(FAILS)
     if claim.most:
@@ -170,7 +178,7 @@ def decided(claim: Claim, rivals: Sequence[Rival]) -> ClaimVerdict:
 
 
 def claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
-    """Return every claim, with Holm's correction for its single comparisons over the entire recipe."""
+    """Judge all claims of a recipe. Single comparisons are corrected by Holm's procedure over the whole recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
     looks = [[first_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
@@ -202,7 +210,7 @@ def _single(look: Look, clear: bool) -> Look:
 def _rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
-    """Return the rivals at the first look that decides the claim, otherwise at the last look with enough seeds."""
+    """Test a claim against its rivals at the first interim test that settles it, or else at the last one."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
@@ -222,7 +230,7 @@ def _rivals(
 def _looked(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
 ) -> tuple[Rival, ...]:
-    """Return the tests of the subject against its rivals for a given number of seeds and a level."""
+    """Test the subject of a claim against its rivals with the given seeds, at the given level."""
     looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
@@ -234,7 +242,7 @@ def _looked(
 
 
 def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean difference for every seed that all differences contain."""
+    """Return the mean over variants of the differences, for each seed that all variants have."""
     common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
     return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
 
@@ -242,7 +250,7 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def compare_references(
     recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
 ) -> Look:
-    """Return the comparison of two references by seed, as the paired difference or the logarithm of the ratio."""
+    """Compare two references seed by seed, by their paired difference or the logarithm of their ratio."""
     a, b = finite(left), finite(right)
     subtract = log_ratio if log else float.__sub__
     lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
@@ -250,7 +258,7 @@ def compare_references(
 
 
 def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) -> JudgedClaim | None:
-    """Return the verdict at the round that is best on validation data, or None if the claim's figures name a round."""
+    """Return the verdict at the round that is best on validation data, or None if the claim specifies a round."""
     figure = recipe.paper.figure
 
     def chosen(side: str | float) -> str | float:
@@ -268,14 +276,14 @@ def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) 
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:
-    """Return True if a difference is in the claimed direction, whatever its interval."""
+    """Return True if a difference has the claimed direction, whether or not it is significant."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
 
 
 def papers_lead(recipe: Recipe, claim: Claim) -> float:
-    """Return the smallest printed mean lead over rivals in the claimed direction, or NaN if there is none."""
+    """Return the smallest mean lead over a rival that the paper prints, in the claimed direction, or NaN if none."""
     texts = {Reference.create(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
@@ -308,7 +316,7 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
-    """Return True if a side was run but no run contains its value."""
+    """Return True if a side was run but has no value for any seed."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite(by_seed)
 
@@ -324,7 +332,7 @@ def _name(side: Side) -> str:
 
 
 def _rival(claim: Claim, left: Reference, right: Side) -> str:
-    """Return the rival's name, with its variant if it differs or the claim refers to each variant."""
+    """Return the name of a rival. The variant is included if it differs or if the claim is about each variant."""
     if claim.each:
         return _name(right) if isinstance(right, Reference) else f"{left.variant} | {_name(right)}"
     shared = isinstance(right, Reference) and right.variant == left.variant
@@ -332,9 +340,9 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Return the differences for the seeds of both, positive in the claimed direction.
+    """Return the difference for each seed that both sides have, positive in the claimed direction.
 
-    They are logarithms of ratios if `Unit.ratio` is true.
+    If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """
     a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (
@@ -351,6 +359,6 @@ def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict
 
 
 def _distances(by_seed: Mapping[str, float]) -> dict[str, float]:
-    """Return the distance of each seed's value from the seeds' median."""
+    """Return the distance of each value from the median over seeds, keyed by seed."""
     centre = float(np.median(list(by_seed.values()))) if by_seed else math.nan
     return {seed: abs(value - centre) for seed, value in by_seed.items()}

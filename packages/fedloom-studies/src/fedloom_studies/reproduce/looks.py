@@ -1,4 +1,4 @@
-"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at its own level."""
+"""Looks at a claim: tests of paired differences after 5, 10 and 20 seeds, each at its own significance level."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fedloom.lab.report import FAMILY_ERROR_LEVEL, holm
 from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
-"""Numbers of seeds at which a claim is examined, and the two-sided level of each look. No claim is decided with fewer
-seeds."""
+"""Numbers of seeds after which a claim is tested, and two-sided significance levels of these interim tests (looks).
+With fewer seeds, no claim is tested."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a difference of the detectable size would have been decided, which is the usual power of a
-study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
+"""Probability with which a difference of the detectable size would have been found significant. It is the usual power
+of a study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
-"""Rounding difference that is allowed between equal means."""
+"""Rounding error that is allowed between means that should be equal."""
 
 
 class ClaimVerdict(StrEnum):
-    """Possible outcomes for a paper's claim.
+    """Possible verdicts on a claim of a paper.
 
-    A claim that is not tested has a reason, which is a member of `Untested`.
+    For a claim that is not tested, a member of `Untested` states the reason.
     """
 
     HOLDS = "holds"
@@ -46,9 +46,10 @@ class Untested(StrEnum):
         UNASKED: no recipe tests the claim.
         NOT_RUN: the current version of the recipe has not been run.
         LOST: every run of a required method diverged or failed.
-        REGIME: the run is in a different regime from the paper's run, judging by values that both contain.
-        STAND_IN: the recipe replaces the paper's data, features or network. Its own page has its verdicts.
-        GPU: the run is so much smaller than the paper's run that more seeds would change nothing.
+        REGIME: the run is not comparable to that of the paper, as values that both report show.
+        STAND_IN: the recipe replaces the paper's data, features or network by others. The verdicts on it are on its own
+            page.
+        GPU: the run is so much smaller than that of the paper that more seeds would not help.
     """
 
     UNASKED = "not covered"
@@ -61,16 +62,18 @@ class Untested(StrEnum):
 
 @dataclass(frozen=True)
 class Look:
-    """Test of paired differences in the claimed direction. The differences do not include the margin.
+    """Test of paired differences in the claimed direction, after a number of seeds.
+
+    The differences do not include the margin of the claim.
 
     Attributes:
         n: number of seeds in the test.
-        difference: mean of the differences.
-        level: level of the decision, i.e. that of the look and, if there are several rivals, of the step in Holm's
-            procedure. NaN if there is no test.
-        error: standard error of the difference. NaN if there is no test.
-        p: two-sided p-value of the nearer of claim and contradiction, in the claim's test.
-        verdict: holds, does not hold or undecided, at the level of the look.
+        difference: mean difference over the seeds.
+        level: significance level that decides the test. This level is that of the interim test or, with several rivals,
+            that of the step in Holm's procedure. NaN if no test was made.
+        error: standard error of ``difference``. NaN if no test was made.
+        p: two-sided p-value of either the claim or its opposite, whichever is closer.
+        verdict: "holds", "does not hold" or "undecided", at the level of the interim test.
     """
 
     n: int
@@ -82,12 +85,12 @@ class Look:
 
     @property
     def half(self) -> float:
-        """Half the width of the interval on which the decision is based. NaN without a test."""
+        """Half-width of the interval that decides the test. NaN if no test was made."""
         return self._quantile * self.error
 
     @property
     def detectable(self) -> float:
-        """Difference that this number of seeds would have decided with a probability of `DETECTION_PROBABILITY`."""
+        """Difference that this number of seeds would detect with a probability of `DETECTION_PROBABILITY`."""
         return float(nctdtrinc(self.n - 1, 1 - DETECTION_PROBABILITY, self._quantile)) * self.error
 
     @property
@@ -96,7 +99,7 @@ class Look:
 
 
 def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
-    """Return the first look that decides, or the last look with enough seeds, or the result of fewer seeds."""
+    """Return the first interim test that settles a claim, the last one with enough seeds, or a mean of fewer seeds."""
     values = [lead[seed] for seed in order]
     look = look_at(claim, values, math.nan)
     for n, level in LOOK_LEVELS:
@@ -107,7 +110,7 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
 
 
 def look_at(claim: Claim, values: list[float], level: float) -> Look:
-    """Return the test of differences by seed at a given level. If the level is NaN, there is no test."""
+    """Test the differences of a claim by seed, at the given significance level. No test is made if the level is NaN."""
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
         return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
@@ -124,23 +127,23 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean, or 0 if all values are the same infinity."""
+    """Return the standard error of a mean. The error is 0 if all values are the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def _one_sided(lead: float, error: float, n: int) -> float:
-    """Return the p-value of a t-test that the mean is above the bound, which it exceeds by ``lead``."""
+    """Return the p-value of a one-sided t-test that the mean is above a bound, which it exceeds by ``lead``."""
     if error == 0:
         return 0.0 if lead > 0 else 1.0
     return float(stdtr(n - 1, -lead / error))
 
 
 def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
-    """Return every look at the level of its step in Holm's procedure, and True if it is clear at this level.
+    """Return each test at the level of its step in Holm's procedure, and whether it is significant at this level.
 
-    Each p-value counts as a share of the level of its look.
+    Because the tests may have different levels, each p-value is divided by the level of its test.
     """
     shares = [min(1.0, FAMILY_ERROR_LEVEL * look.p / look.level) for look in looks]
     clear = [p <= FAMILY_ERROR_LEVEL for p in holm(shares)]
@@ -150,7 +153,7 @@ def decided_looks(looks: Sequence[Look]) -> list[tuple[Look, bool]]:
 
 
 def claim_words(verdict: ClaimVerdict, reason: Untested | None = None) -> str:
-    """Render a verdict, with the reason if a claim was not tested.
+    """Return a verdict as text, with the reason if a claim was not tested.
 
     >>> claim_words(HOLDS), claim_words(UNTESTED, Untested.GPU)
     ('holds', 'not tested (needs a GPU)')

@@ -1,6 +1,6 @@
-"""Marks for verdicts, each with its own shape and color, always next to a word.
+"""Marks for verdicts. Each has its own shape and color, and always stands next to a word.
 
-They also show the number of claims with each verdict.
+The module also states how many claims have each verdict.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ MARK_SHAPES = {
     "fails": ("#cf222e", "M5.2 5.2l5.6 5.6M10.8 5.2l-5.6 5.6"),
     "open": ("#6e7781", "M8 4.6v4M8 11.2v.2"),
 }
-"""Color of the disc and line of each mark, by name."""
+"""Color of the disc, and path of the line on it, for each mark."""
 
 
 def mark_name(verdict: ClaimVerdict) -> str:
-    """Return the name of the mark for a verdict."""
+    """Return the name of the mark that stands for a verdict."""
     names = {HOLDS: "holds", PARTLY: "partly", FAILS: "fails"}
     return f"mark-{names.get(verdict, 'open')}"
 
 
 def draw_marks() -> dict[str, str]:
-    """Draw every mark as SVG, by file name."""
+    """Draw all marks as SVG, keyed by file name."""
     return {
         f"mark-{name}.svg": '<svg xmlns="http://www.w3.org/2000/svg" width="16" height="16" viewBox="0 0 16 16">'
         f"{_DISC_SVG.format(colour=colour)}{_STROKE_SVG.format(path=path)}</svg>\n"
@@ -47,7 +47,7 @@ def draw_marks() -> dict[str, str]:
 
 
 def count_claims(count: int, word: str) -> str:
-    """Render a number of claims with a verdict, such as "2 do not hold".
+    """Return a phrase with the number of claims that have a verdict, such as "2 do not hold".
 
     >>> count_claims(1, "holds in part"), count_claims(3, "not tested (needs a GPU)"), count_claims(2, "undecided")
     ('1 holds in part', '3 are not tested (needs a GPU)', '2 are undecided')
@@ -60,7 +60,7 @@ def count_claims(count: int, word: str) -> str:
 
 
 class ClaimCell(NamedTuple):
-    """Entry in a row for a protocol: a verdict, the difference behind it, and the recipe that contains it."""
+    """Cell of a table of claims: a verdict under one protocol, the difference behind it, and the source recipe."""
 
     verdict: ClaimVerdict
     reason: Untested | None = None
@@ -69,24 +69,24 @@ class ClaimCell(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Verdict for people."""
+        """Verdict as text for readers."""
         return claim_words(self.verdict, self.reason)
 
     @property
     def is_asked(self) -> bool:
-        """True if a recipe tests the claim, or is going to test it."""
+        """True if some recipe tests the claim, or will test it."""
         return self.reason != Untested.UNASKED
 
 
 def show_mark(cell: ClaimCell) -> str:
-    """Render a cell with mark, word and number, linked to the recipe's page."""
+    """Render a cell with its mark, word and number, as a link to the page of the recipe."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({PAPERS_FOLDER}/{cell.recipe}.md)" if cell.recipe else text
     return f"![]({PAPERS_FOLDER}/{mark_name(cell.verdict)}.svg) {linked}"
 
 
 def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
-    """Render the verdict on all of a paper's claims in one protocol, with the number of claims that hold."""
+    """Render the verdict on all claims of a paper under one protocol, with the number of claims that hold."""
     candidates = [cell for cell in cells if cell.is_asked]
     decided = [cell.verdict for cell in candidates if cell.verdict in (HOLDS, PARTLY, FAILS)]
     waiting = sum(cell.reason == Untested.NOT_RUN for cell in candidates)
@@ -106,10 +106,12 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return the number of tested claims, and the number of claims with each verdict."""
+    """Return sentences with the number of claims that are covered, and the number with each verdict."""
     lines = []
     for mode, side in zip(("Published", "Fair"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]
         shown = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
-        lines.append(f"{mode}: {len(words)} of {len(side)} claims{f'. Of these, {shown}' if shown else ''}.")
+        lines.append(
+            f"{mode}: {len(words)} of {len(side)} claims are covered{f'. Of these, {shown}' if shown else ''}."
+        )
     return " ".join(lines)

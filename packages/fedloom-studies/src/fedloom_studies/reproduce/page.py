@@ -1,4 +1,4 @@
-"""Page on one recipe, as Markdown generated from its summary, with or without runs."""
+"""Page about one recipe, generated as Markdown from its summary. The recipe may not have been run yet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from fedloom_studies.reproduce.recipe import RECIPE_SCALES, Paper, Recipe, Scale
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, add_rivals, read_summary
 
 MODE_TEXTS = {
-    "published": "This recipe uses the paper's own settings, its public code's variants and its own way to choose.",
-    "fair": "In this recipe, every method searches a grid of equal size on validation data.",
-    "near": "This recipe follows the stated protocol, with the same choices for all methods if the paper is silent.",
+    "published": (
+        "This recipe uses the paper's own settings, the variants in its public code, and its own way of choosing "
+        "settings and models."
+    ),
+    "fair": "In this recipe, every method searches a grid of the same size on validation data.",
+    "near": (
+        "This recipe follows the stated protocol. If the paper gives no information, all methods use the same choices."
+    ),
 }
 
 EMPTY_CELL = "-"
-"""Text in an empty cell of a table."""
+"""Text that stands for an empty cell of a table."""
 
 
 def _describe_mode(paper: Paper) -> str:
@@ -39,9 +44,9 @@ def _describe_mode(paper: Paper) -> str:
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """Return the summary of the largest scale with runs, including its rivals' values, or None if there are no runs.
+    """Return the summary at the largest scale that was run, with values of rivals added, or None if nothing was run.
 
-    Smoke runs do not count.
+    Runs at smoke scale are ignored.
     """
     scales: list[Scale] = [scale for scale in reversed(RECIPE_SCALES) if scale != "smoke"]
     summary = next((s for scale in scales if (s := read_summary(results, recipe.name, scale))), None)
@@ -49,24 +54,24 @@ def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
 
 
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Return a short phrase: not run, unfinished or run, with the scale.
+    """Return a phrase for the state of a recipe: not run, unfinished or run, with scale and date.
 
-    The phrase also tells if the recipe was an earlier version.
+    The phrase also states whether the summary belongs to an earlier version of the recipe.
     """
     if summary is None:
         return "not run"
     done = "run" if summary.complete else "unfinished"
-    old = ", an earlier version of the recipe" if earlier(recipe, summary) else ""
+    old = ", with an earlier version of the recipe" if earlier(recipe, summary) else ""
     return f"{done}, {summary.scale} scale, {summary.date}{old}"
 
 
 def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a summary belongs to an earlier version of the recipe."""
+    """Return True if a summary was made with an earlier version of the recipe."""
     return summary.protocol != recipe.protocol(summary.scale)
 
 
 def not_run(recipe: Recipe, need: Need | None) -> str:
-    """Return the reason why a recipe has no summary and, if known, the time it requires."""
+    """Return the reason why a recipe has no summary, with the time that it needs, if that is known."""
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {option(budget)} core-minutes)"
@@ -75,30 +80,33 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
 
 
 def duration(minutes: float) -> str:
-    """Render a duration on one processor core."""
+    """Return a duration as text, in minutes or days of one processor core."""
     if minutes < 600:
         return f"{fixed(minutes, 0)} core-minutes"
     return f"{write_total(rounded(minutes / 1440, 2) or 0.0)} core-days"
 
 
 def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Draw the figure for a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
+    """Draw the figure of a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
     return "" if summary is None else draw_table(cells(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if `plot` returns a figure. Drawing the figure itself would be slow."""
+    """Return True if `plot` would return a figure. This check is fast, while drawing the figure is slow."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
 def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
-    """Render a recipe's figure for a page, with an alternative text."""
+    """Return the Markdown of an image link to the figure of a recipe, with an alternative text."""
     shown = cells(recipe, summary.numbers, compare=False)
     return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
 def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
-    """Render the page of a recipe as Markdown. A recipe outside the paper's regime is given a sentence about this."""
+    """Render the page about a recipe as Markdown.
+
+    ``regime`` is a sentence for a recipe whose run is not comparable to that of the paper.
+    """
     return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
 
@@ -115,7 +123,8 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     yield from ("[Tables of other programs](../others.md)" if paper.table else "[All papers](../papers.md)", "")
     if paper.reduced:
         yield from (
-            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but cells are not compared.",
+            f"The run is smaller than the paper's: {paper.reduced}. Claims are judged, but single values are not "
+            "compared.",
             "",
         )
     if regime:
@@ -147,7 +156,7 @@ def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None, reg
     if old:
         yield from (
             "",
-            "The recipe has changed since. The results belong to its earlier version and judge no claim.",
+            "The recipe has changed since then. The results belong to its earlier version, so no claim is judged.",
         )
     claim_lines = () if regime else _claims(recipe, verdicts, moved, old=old)
     yield from ("", *_table(recipe, summary), *claim_lines, *_rest(recipe, summary))
@@ -159,20 +168,20 @@ SINGLE_COMPARISON_TEXT = (
     "single comparison is clear."
 )
 ESCAPED_BAR = "\\|"
-"""Vertical bar inside a cell of a table."""
+"""Escaped vertical bar, for use inside a cell of a table."""
 TURNS_TEXT = (
     "Some comparisons change direction between the last round, which is reported, and the round that is best on "
     "validation data:",
     "",
 )
 MAX_SHOWN_COMPARISONS = 3
-"""Number of comparisons that are listed for a claim if some of them are decided by the reported round."""
+"""Maximum number of comparisons that are listed for a claim if they change direction with the reported round."""
 Moved = Mapping[str, judge.JudgedClaim | None]
-"""Claims by their text, at the round that is best on validation data."""
+"""Verdicts at the round that is best on validation data, keyed by the text of the claim."""
 
 
 def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
-    """Return the comparisons that change direction if a different round is reported."""
+    """Return a table of comparisons whose direction depends on the round that is reported."""
     lines = []
     for one in verdicts:
         at, of = moved[one.claim.text], unit(one.figure)
@@ -209,14 +218,15 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         )
     yield from _filled(["clients", "model", "ours (mean ± std)", "round best on validation", "paper", "verdict"], rows)
     if compare and recipe.paper.nearest:
-        yield f"\n[{recipe.paper.nearest}]({recipe.paper.nearest}.md) is nearer to the paper and counts these cells."
+        nearest = f"[{recipe.paper.nearest}]({recipe.paper.nearest}.md)"
+        yield f"\n{nearest} is closer to the paper, so these values are counted there."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
-        yield "\nThe record does not contain the size of the data, so no cell is compared."
+        yield "\nThe record does not contain the size of the data, so no value is compared."
     yield ""
 
 
 def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table without columns that are empty in every row, as there is little room on a phone."""
+    """Yield the lines of a table without the columns that are empty in every row, to save space on phones."""
     places = [place for place in range(len(titles)) if any(row[place] != EMPTY_CELL for row in rows)]
     yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
     yield f"|{'---|' * len(places)}"
@@ -263,7 +273,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
 
 
 def closest_difference(verdict: judge.JudgedClaim) -> str:
-    """Render the difference from the rival that comes closest to contradicting the claim, and the margin."""
+    """Render the difference from the rival that comes closest to contradicting the claim, with the claim's margin."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
@@ -271,22 +281,22 @@ def closest_difference(verdict: judge.JudgedClaim) -> str:
 
 
 def interval(look: looks.Look, figure: str) -> str:
-    """Render a difference with its interval, the interval's level and the number of seeds."""
+    """Render a difference with its interval, the level of the interval, and the number of seeds."""
     level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
     return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
 
 
 def shows(verdict: judge.JudgedClaim) -> str:
-    """Render the smallest difference that the seeds could have shown for an undecided claim, or "" for other claims."""
+    """Render the smallest difference that the seeds can detect for an undecided claim, or "" for other claims."""
     look = verdict.least.look
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
     shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")
-    return f" ({look.n} seeds detect {shown} or more)"
+    return f" ({look.n} seeds can detect {shown} or more)"
 
 
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
-    """Yield lines on work, choices, failures and trials."""
+    """Yield lines about the work of a run, chosen settings, failures, and attempts to explain a verdict."""
     first = next(iter(summary.numbers))
     methods = dict.fromkeys(
         Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite(by)
@@ -310,13 +320,13 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _mean(by_seed: Mapping[str, float | None]) -> float:
-    """Return the mean over the seeds that have a result, or NaN if none has."""
+    """Return the mean over the seeds that have a result, or NaN if there is none."""
     measured = [value for value in by_seed.values() if value is not None]
     return sum(measured) / len(measured) if measured else math.nan
 
 
 def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
-    """Yield lines on the search in a fair recipe: every method's grid, and the chosen values."""
+    """Yield lines about the search in a fair recipe: the grid of every method, and the chosen values."""
     if recipe.paper.mode != "fair":
         return
     scale = summary.scale if summary else "laptop"

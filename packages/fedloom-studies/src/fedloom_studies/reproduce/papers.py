@@ -1,8 +1,8 @@
-"""Page on all papers, with a row for each paper, then its headline claims as published and in a fair test.
+"""Page about all papers, with a row for each paper and its headline claims as published and in a fair test.
 
-``papers.toml`` lists the headline claims: for each, the beginning of the text of a claim in the recipes, and the
-recipes that judge it. `reasons` fills in its sentences on the reasons for a verdict. Everything else comes from the
-summaries.
+The file ``papers.toml`` lists the headline claims. For each, it contains the first words of the corresponding claim in
+the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into its sentences about
+reasons for verdicts. Everything else is generated from the summaries.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
-"""Verdicts, the least favorable first."""
+"""Verdicts in order, with the least favorable first."""
 PAPERS_TEXT = """# Paper reproductions
 
 This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
 equal size for every method. See also the [rules](#how-claims-are-judged) and [tables of other programs](others.md).
 """
 CLOSING_TEXT = """\
-A program generates this page from recorded runs. One command repeats a table:
+This page is generated from recorded runs. A single command repeats a table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -56,15 +56,18 @@ fedloom reproduce fedacs-table2 \\
   --data-dir DATA
 ```
 """
-CORRECTED_TEXT = "Earlier versions of this page showed these verdicts, which are withdrawn. The list is hand-written."
+CORRECTED_TEXT = (
+    "Earlier versions of this page showed the following verdicts, which have been withdrawn. This list is written by "
+    "hand."
+)
 NO_ANCHOR = "no anchor"
-"""Reason for a claim whose recipe has no anchor: the paper prints no value for it."""
+"""Text for a claim whose recipe has no anchor, because the paper prints no value for one."""
 RULES_FILE = files("fedloom_studies.reproduce").joinpath("rules.md")
-"""Rules for judging claims, at the end of the page."""
+"""File with the rules for judging claims, which is inserted at the end of the page."""
 
 
 class HeadlineClaim(Value):
-    """Headline claim."""
+    """Headline claim of a paper."""
 
     text: str = Field(description="the claim, in at most nine words")
     claim: str = Field(description="first words of the recipes' claim")
@@ -74,7 +77,7 @@ class HeadlineClaim(Value):
 
 
 class Corrected(Value):
-    """Published verdict that has changed."""
+    """Verdict on the page that was published and has changed since."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="earlier verdict on the page")
@@ -83,7 +86,7 @@ class Corrected(Value):
 
 
 class Sheet(Value):
-    """A paper, with its name as in the recipes' titles, a description, and its headline claims."""
+    """Section about a paper: its name as in the titles of recipes, a description, and its headline claims."""
 
     name: str
     title: str
@@ -108,22 +111,22 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
-    """Return the papers in their order."""
+    """Return the papers in the order of the page."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(Sheet(**one) for one in document["paper"])
 
 
 def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes except those for other programs' tables, which have a separate page."""
+    """Return the recipes without those for tables of other programs, which have a page of their own."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
 def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every file: "" for the page on all papers, otherwise a mark, or a page or figure.
+    """Yield the names and texts of all files: the page about all papers (named ""), marks, and recipe pages.
 
     Raises:
-        RunDirError: a file in ``results`` is not a summary.
-        ConfigError: a sentence in ``papers.toml`` depends on a difference that is not clear.
+        RunDirError: a file in ``results`` is not a summary of a recipe.
+        ConfigError: a sentence in ``papers.toml`` states a difference that is not significant.
     """
     recipes = select_papers(recipes)
     summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
@@ -143,7 +146,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
 
 
 def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
-    """Render the page on all papers."""
+    """Render the page about all papers."""
     recipes = select_papers(recipes)
     papers = [(sheet, [_cells(recipes, summaries, sheet, row) for row in sheet.row]) for sheet in sheets()]
     lines = [PAPERS_TEXT, '<div class="narrow" markdown="1">', ""]
@@ -170,7 +173,7 @@ def _section(
     summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:
-    """Yield a paper's section: counts, claims as rows, the reason, a picture, and the list of its recipes."""
+    """Yield the section about a paper: counts, a row for each claim, the reason, a picture, and its recipes."""
     yield from (f"## {sheet.name}", "", sheet.title, "", counts(cells), "", '<div class="narrow" markdown="1">', "")
     yield from ("| claim | paper's margin, anchors | published | fair |", "|---|---|---|---|")
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
@@ -213,20 +216,20 @@ def _section(
 def _objection(
     sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> str:
-    """Render objections that the author might raise, with the number of open claims."""
+    """Render objections that the authors might raise, with the number of claims that are still open."""
     if not sheet.objection:
         return ""
     candidates = [cell for pair in cells for cell in pair if cell.is_asked]
     undecided = [cell for cell in candidates if cell.verdict not in (looks.HOLDS, looks.FAILS)]
     count = f"{len(undecided)} of the {len(candidates)} verdicts {'is' if len(undecided) == 1 else 'are'} open."
     text = fill_numbers(sheet.objection, recipes, summaries)
-    return f"**Open objections of the authors.** {text} {count}"
+    return f"**Objections that the authors might raise.** {text} {count}"
 
 
 def _less(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Yield the names of verdicts that are based on fewer rounds or less data than in the paper."""
+    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than the paper's."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
@@ -242,14 +245,14 @@ def _anchors(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, 
 
 
 def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, name: str) -> str:
-    """Render a sentence on a recipe in a different regime, or "" for other recipes."""
+    """Return a sentence about a recipe whose run is not comparable to the paper's, or "" for any other recipe."""
     distances = _anchors(recipes, summaries, sheet, name)
     far = ", ".join(f"{one.words} in [{one.recipe}]({one.recipe}.md) ({one.variant})" for one in distances)
     return f"The run is not comparable to the paper's, so no claim is judged: {far}." if elsewhere(distances) else ""
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
-    """Return the distances of the anchors in the recipes that count from the paper's values."""
+    """Return how far the anchors are from the paper's values, in the recipes from which the verdicts come."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -272,11 +275,13 @@ def _cells(
 def _cell(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
 ) -> ClaimCell:
-    """Return the verdict of the recipe that counts.
+    """Return the verdict on a headline claim under one protocol.
 
-    This recipe is current, complete and at full length, and has the least favorable verdict.
+    The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
+    least favorable verdict is used.
 
-    A recipe in another regime than the paper's decides no claim, and a stand-in decides it on its own page only.
+    A recipe whose run is not comparable to the paper's gives no verdict, and the verdict of a stand-in appears only on
+    its own page.
     """
     if not names:
         return ClaimCell(UNTESTED, Untested.UNASKED)
@@ -307,7 +312,7 @@ def _cell(
 
 
 def _number(one: judge.JudgedClaim) -> str:
-    """Render the difference from the nearest rival, and the subject's own value if the rival is a number."""
+    """Render the difference from the closest rival, or if this rival is a number, the subject's own value."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
@@ -316,12 +321,12 @@ def _number(one: judge.JudgedClaim) -> str:
 
 
 def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
-    """Return True if a summary contains all runs in the current version of the recipe."""
+    """Return True if a summary is complete and was made with the current version of the recipe."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a summary has as many rounds and as much data as the paper."""
+    """Return True if a run has as many rounds and as much data as the paper's."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.make_documents("full").values()} == {
         summary.rounds
     }
@@ -333,7 +338,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
 
 
 def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return the most informative number: that of the fair test, otherwise that of the published recipe."""
+    """Render the most telling number of a paper, from the fair test if possible, or else as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
@@ -344,7 +349,7 @@ def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]])
 
 
 def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
-    """Return the verdicts on a recipe's claims, or "" if its current version has no result."""
+    """Return a sentence with the verdicts on a recipe's claims, or "" if its current version has no result."""
     if not _current(summary, recipe):
         return ""
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
@@ -356,7 +361,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
-    """Return the paper's lead over the nearest rival, by the cells of the recipe that counts or of another recipe."""
+    """Render the lead over the closest rival that the paper prints, from the first recipe that contains it."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
@@ -369,7 +374,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
-    """Yield changed verdicts that had been published on the page, with the reason."""
+    """Yield a table of verdicts that were published on the page and then changed, with the reasons."""
     yield from (
         "## Corrected",
         "",
@@ -389,7 +394,7 @@ def _unaffordable(
     papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
-    """Yield commands and estimates for the page's open cells: those that require a GPU, and those that were not run."""
+    """Yield commands and estimates for claims that are still open, because they need a GPU, a run, or more seeds."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}
@@ -417,7 +422,7 @@ def _unaffordable(
     )  # fmt: skip
     if short:
         named = ", ".join(f"[{name}]({PAPERS_FOLDER}/{name}.md)" for name in short)
-        yield f"- 10 or 20 seeds (`--seeds`) may decide claims that are undecided or hold in part: {named}."
+        yield f"- 10 or 20 seeds (`--seeds`) may settle claims that are undecided or hold only in part: {named}."
     yield from (
         "",
         "You can stop and restart each of these commands. `fedloom reproduce --all --budget 8h` works through all",

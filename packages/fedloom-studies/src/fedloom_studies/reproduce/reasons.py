@@ -1,8 +1,9 @@
-"""Sentences on the reasons for a verdict, with measured numbers filled in.
+"""Sentences about the reasons for verdicts, into which measured numbers are inserted.
 
-They may contain the placeholders ``{A - B}`` for the measured difference of two references ``RECIPE | VARIANT | METHOD:
-MODEL[: FIGURE]`` in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a link. A sentence is omitted if
-the current version of its recipe has no result, and raises an error if its difference is not clear.
+The sentences may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references
+``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]`` in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a
+link to a recipe. A sentence is left out if the current version of its recipe has no result. A sentence raises an error
+if its difference is not significant.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
 PAPERS_FOLDER = "papers"
-"""Folder next to the page on all papers, with a page and a figure for each recipe."""
+"""Folder next to the page about all papers that contains a page and a figure for each recipe."""
 
 
 def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
@@ -49,10 +50,10 @@ def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str
 def _measured(
     sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> str | None:
-    """Render a link to a recipe and one measured mean or difference, or None if it was not measured.
+    """Render the link for a recipe, or a measured mean or difference. Return None if the value was not measured.
 
     Raises:
-        ConfigError: a difference is not clear, because it has no interval or its interval contains zero.
+        ConfigError: a difference is not significant, because it has no interval or its interval contains 0.
     """
     name = sides[0].split("|")[0].strip()
     if "|" not in sides[0]:

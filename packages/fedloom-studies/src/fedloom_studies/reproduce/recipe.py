@@ -1,19 +1,20 @@
-"""Recipe: a table or figure in a paper as one declarative file, i.e. an experiment with the paper's claims.
+"""Recipe: a table or figure of a paper as one declarative file, which contains an experiment and the paper's claims.
 
-A recipe is an experiment file with additional tables:
+A recipe is an experiment file with these additional keys and tables:
 
-- ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. A table with a different
-  ``kind`` or ``source`` replaces the base's table, and so does every value that is not a table. Columns and cells are
-  replaced as a whole (new columns keep no old cells). ``[scale.laptop]``, ``nearest`` and ``rivals`` are not inherited.
-- ``[paper]``: source of the numbers, and the claims (see `Paper`).
-- ``[variant.NAME]``: changes to the experiment, with one run directory for each variant. ``options.LABEL`` changes a
-  single method. Without variants there is a single variant called ``all``. ``variants = [...]`` keeps these variants
-  and omits the others in the base.
-- ``[scale.NAME]``: changes for smoke, laptop or full, applied after a variant's changes. ``variants`` and ``methods``
-  omit some of them, ``options.LABEL`` changes a single method, ``budget`` is in core-minutes, and `SENTENCE_KEY` is the
-  sentence for the report.
-- ``choose = {KEY = [values]}`` in a ``[[method]]``: values from which `fedloom.lab.tune` chooses one on validation data
-  (see `choices`).
+- ``base = "NAME"``: another recipe that this one is based on. Tables are merged key by key. A table with a different
+  ``kind`` or ``source`` replaces the table of the base, and values that are not tables always replace those of the
+  base. Columns and cells are replaced as a whole, and new columns also remove the old cells. ``[scale.laptop]``,
+  ``nearest`` and ``rivals`` are not inherited.
+- ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
+- ``[variant.NAME]``: changes to the experiment. Each variant has its own run directory. ``options.LABEL`` changes a
+  single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants
+  that it lists, and removes the others of the base.
+- ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after those of a variant.
+  ``variants`` and ``methods`` restrict the run to those that they list, ``options.LABEL`` changes a single method,
+  ``budget`` is a limit in core-minutes, and `SENTENCE_KEY` is a sentence for the page.
+- ``choose = {KEY = [values]}`` in a ``[[method]]``: candidates, of which `fedloom.lab.tune` chooses one on validation
+  data (see `choices`).
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from fedloom.values import Value, choose, make
 Scale = Literal["smoke", "laptop", "full"]
 RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
-"""Key of a scale for its difference from the protocol, as a sentence in the report."""
+"""Key of a scale whose value is a sentence on how the scale differs from the protocol."""
 SINGLE_VARIANT = "all"
-"""Variant of a recipe that declares no variants."""
+"""Name of the only variant of a recipe that declares no variants."""
 SMOKE_CHOICES = {
     "data": {"source": "digits"},
     "partition": {"min_size": 1, "max_train_per_client": 20},
     "rounds": 2,
     "evaluate": {"every": 1},
 }
-"""Choices for every recipe at smoke scale, unless the recipe declares its own."""
+"""Changes that every recipe has at smoke scale, unless it declares its own."""
 
 
 class Nominal(NamedTuple):
-    """Data set in a paper: training and test samples, shape of a sample, classes, and natural clients."""
+    """Data set of a paper: numbers of training and test samples, shape of a sample, classes, and natural clients."""
 
     train: int
     test: int
@@ -78,9 +79,10 @@ NOMINAL_SETS = {
 
 
 class Claim(Value):
-    """Order that the paper asserts between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+    """Order that the paper claims between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
-    Without a variant, the claim is judged in every variant that contains the methods. Figures: see `figures`.
+    If no variant is given, the claim is judged in every variant that contains the methods. The module `figures`
+    describes the figures.
     """
 
     text: str = Field(description="the paper's claim, in its own words if they are short")
@@ -117,12 +119,12 @@ class Claim(Value):
 
     @property
     def subject(self) -> str:
-        """Subject of the claim."""
+        """Reference that the claim says is higher or lower."""
         return self.higher or self.lower or ""
 
 
 class Unknown(Value):
-    """Detail that a protocol leaves open, with the chosen value and the reason for it."""
+    """Detail that a protocol does not state, with the value that was chosen and the reason for it."""
 
     what: str
     choice: str
@@ -133,7 +135,7 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 
 
 class Paper(Value):
-    """The paper's statements on the table or figure."""
+    """What the paper states about the table or figure."""
 
     title: str = Field(description="the paper, with the number of its table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
@@ -196,20 +198,23 @@ class Paper(Value):
 
     @property
     def kind(self) -> str:
-        """Word for the recipe: its mode, or *stand-in*, which is never *published* and decides claims only as such."""
+        """Word that describes the recipe: its mode, or *stand-in*.
+
+        A stand-in is never called *published*, and settles claims only about itself.
+        """
         if not self.stand_in:
             return self.mode
         return "stand-in" if self.mode == "published" else f"stand-in, {self.mode}"
 
     @property
     def open(self) -> tuple[Unknown, ...]:
-        """Details that are not stated."""
+        """Details that neither the protocol nor this recipe states."""
         return tuple(u for u in self.unknown if u.what not in self.stated)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe for a table or figure. `recipes` returns all of them."""
+    """Recipe for a table or a figure of a paper. The function `recipes` returns all recipes."""
 
     name: str
     paper: Paper
@@ -218,23 +223,23 @@ class Recipe:
     scales: dict[str, dict[str, Any]]
 
     def budget(self, scale: Scale) -> float | None:
-        """Return the core-minutes that a scale may take. Return None if no budget is stated."""
+        """Return the time limit of a scale in core-minutes. Return None if no limit is stated."""
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:
-        """Return how a scale differs from the protocol, in words."""
+        """Return a sentence on how a scale differs from the protocol."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Return True if a scale follows the protocol, apart from seeds and omitted variants or methods.
+        """Return True if a scale follows the protocol. The scale may have other seeds, and fewer variants or methods.
 
         Args:
-            scale: scale of the run.
-            samples: number of samples from every source in the run. A number that is unknown or below the paper's does
-                not follow the protocol.
+            scale: scale at which the recipe was run.
+            samples: number of samples that the run used from every source, keyed by source. If a number is unknown or
+                smaller than in the paper, the protocol is not followed.
         """
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
@@ -246,28 +251,28 @@ class Recipe:
         return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
 
     def ordered(self, seeds: Iterable[str]) -> list[str]:
-        """Return the seeds in the order in which claims use them: the recipe's seeds, then the others by size."""
+        """Return the seeds in the order in which claims use them: those of the recipe, then all others by size."""
         places = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
         return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
     def seeds(self, count: int) -> list[int]:
-        """Return a number of seeds: the recipe's seeds, then the smallest unused numbers."""
+        """Return at least ``count`` seeds: those of the recipe, followed by the smallest unused numbers."""
         seeds_of_recipe = list(self.document["seeds"])
         return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
             : max(count, len(seeds_of_recipe))
         ]
 
     def protocol(self, scale: Scale) -> str:
-        """Return the digest of a scale's experiments, by which results are matched to this recipe."""
+        """Return a digest of the experiments at a scale, by which results are matched to this version of the recipe."""
         return digest_of(self.make_documents(scale))
 
     def make_documents(
         self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()
     ) -> dict[str, dict[str, Any]]:
-        """Return the experiment document for every variant, with ``choose`` still in the methods.
+        """Return the experiment document of every variant, in which methods still contain ``choose``.
 
         Raises:
-            ConfigError: the recipe does not contain a variant or method with this name.
+            ConfigError: the recipe does not contain a variant or a method with this name.
         """
         documents = {}
         change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", SENTENCE_KEY)}
@@ -287,7 +292,7 @@ class Recipe:
 
 
 def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> dict[str, Any]:
-    """Return ``base`` with ``change`` merged into it, table by table."""
+    """Return ``base`` with the changes in ``change`` merged into it, table by table."""
     result = deepcopy(dict(base))
     for key, value in change.items():
         old = result.get(key)
@@ -303,14 +308,17 @@ def merge_tables(base: Mapping[str, object], change: Mapping[str, object]) -> di
 
 
 def digest_of(document: object) -> str:
-    """Return 16 hexadecimal digits for a JSON value, with experiments in the form of the first records."""
+    """Return a digest of a JSON value as 16 hexadecimal digits.
+
+    Experiments are first converted to the form of the oldest records.
+    """
     if isinstance(document, Mapping):
         document = {key: restore_recorded(value) for key, value in restore_recorded(document).items()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def restore_recorded(document: object) -> Any:
-    """Return an experiment document in the form that it had in the first records, with the original names of keys.
+    """Convert an experiment document to the form that it had in the oldest records, with the original names of keys.
 
     At that time, clients had uniform weights by default.
     """
@@ -321,7 +329,7 @@ def restore_recorded(document: object) -> Any:
 
 
 def recipe_names() -> Iterator[str]:
-    """Yield the names of the recipes in the package."""
+    """Yield the names of all recipes in the package."""
     for file in files("fedloom_studies.reproduce").joinpath("recipes").iterdir():
         if file.name.endswith(".toml"):
             yield file.name.removesuffix(".toml")
@@ -329,28 +337,28 @@ def recipe_names() -> Iterator[str]:
 
 @cache
 def recipes() -> dict[str, Recipe]:
-    """Return every recipe by name, in the order in which they are run."""
+    """Return all recipes, keyed by name and in the order in which they are run."""
     documents = dict.fromkeys(recipe_names())
     by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
     return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
 
 
 def titles() -> list[tuple[str, str]]:
-    """Return every recipe by name, with the title of its table or figure."""
+    """Return the names of all recipes, each with the title of its table or figure."""
     return [(name, recipe.paper.title) for name, recipe in recipes().items()]
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe by name.
+    """Return the recipe with a given name.
 
     Raises:
-        ConfigError: the recipe does not exist. The message contains the most similar name.
+        ConfigError: no recipe has this name. The message suggests the most similar name.
     """
     return choose("recipe", recipes(), name)
 
 
 def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
-    """Return a recipe's document, merged with the recipes on which it is based."""
+    """Return the document of a recipe, merged with those of the recipes that it is based on."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
@@ -367,7 +375,7 @@ def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
 
 
 def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
-    """Return the recipe in a resolved document.
+    """Convert a resolved document to a recipe.
 
     Raises:
         ConfigError: [paper] or client_weights is missing, [paper] contains an invalid value, or a scale is unknown.

@@ -1,8 +1,10 @@
-"""Regime: anchors, i.e. simple methods whose values the paper also prints, and the distance of a run from these values.
+"""Regime: how far the values of anchors are from the paper's.
 
-Local training and FedAvg have hardly any settings. If their results are far from the paper's, the data, the network or
-the length of training differ, and no verdict on the paper's method follows. `papers.toml` lists the anchors of a paper.
-The printed values are the cells in its recipes.
+Anchors are simple methods whose values the paper also prints.
+
+Local training and FedAvg have hardly any settings of their own. If their results are far from the paper's, the data,
+the network or the length of training differ. A run then says nothing about the paper's method. The file `papers.toml`
+lists the anchors of each paper. The printed values are taken from the cells in its recipes.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
 
 MAX_ANCHOR_DISTANCE = 0.1
-"""Largest difference in accuracy between an anchor and the paper's value. The anchors of FLAME and Equitable-FL are
-within 0.07 of the paper's values.
+"""Maximum difference in accuracy between an anchor and the paper's value. For FLAME and Equitable-FL, the anchors
+differ from the paper's values by at most 0.07.
 
-Runs on a clearly different problem, such as CIFAR-10 with a small network, differ by 0.16 to 0.54.
+In runs on a clearly different problem, such as CIFAR-10 with a small network, they differ by 0.16 to 0.54.
 """
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A method's value here, and the paper's value.
+    """Our value of a method compared with the value that the paper prints.
 
     Attributes:
-        title: title of the column in the paper.
-        variant: row in the paper's table.
+        title: title of the column in the paper's table.
+        variant: row of the paper's table.
         gap: our value minus the paper's value.
         recipe: recipe that contains both values.
-        figure: name of the figure.
+        figure: name of the figure that is compared.
     """
 
     title: str
@@ -46,20 +48,20 @@ class Anchor:
 
     @property
     def words(self) -> str:
-        """Text on the column and the difference."""
+        """Text that states the column and the difference."""
         return f"{self.title} {unit(self.figure).lead(self.gap)}"
 
 
 def anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> list[Anchor]:
-    """Return every column's most distant anchor, or [] if no cell was run or the paper prints no anchor.
+    """Return the anchor that is farthest from the paper's value in each column, or [] if no anchor was run or printed.
 
     Args:
-        references: references to anchors, as in the recipe's columns.
-        place: recipe with the paper's cells.
-        recipes: recipes by name.
-        summaries: summaries by name.
+        references: references that serve as anchors, written as in the columns of the recipe.
+        place: name of the recipe that contains the paper's cells.
+        recipes: recipes, keyed by name.
+        summaries: summaries, keyed by name.
     """
     recipe, summary = recipes[place], summaries.get(place)
     if summary is None or earlier(recipe, summary):
@@ -75,5 +77,5 @@ def anchors(
 
 
 def elsewhere(distances: Sequence[Anchor]) -> bool:
-    """Return True if an anchor is so far from the paper's value that the run is in a different regime."""
+    """Return True if an anchor is so far from the paper's value that the run is not comparable to the paper's."""
     return any(abs(anchor.gap) > MAX_ANCHOR_DISTANCE for anchor in distances)

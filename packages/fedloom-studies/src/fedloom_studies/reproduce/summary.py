@@ -1,6 +1,6 @@
-"""Summaries of the runs of recipes: one record for each recipe, stored together with the code.
+"""Summaries of recipes that were run. Each recipe has one record per scale, which is stored together with the code.
 
-Verdicts are derived from them.
+All verdicts are derived from these records.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
 from fedloom_studies.store import lock_folder, not_a_record, put, read_document, records
 
 SUMMARIES_FILE = "papers.jsonl"
-"""File of the summaries."""
+"""File that contains the summaries."""
 SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
-"""Interval between updates of ``spent.json``, in seconds of processor time."""
+"""Minimum processor time in seconds between two updates of ``spent.json``."""
 SIGNIFICANT_DIGITS = 7
-"""Number of significant digits kept in summaries."""
+"""Number of significant digits that summaries keep."""
 ESTIMATES_FILE = "estimates.json"
-"""File next to the summaries with the requirements of recipes that have neither a summary nor a laptop scale."""
+"""File with what is needed to run recipes that have neither a summary nor a laptop scale. The file is in the same
+folder as the summaries."""
 
 
 class Need(NamedTuple):
-    """Requirements of a recipe at full scale: core-minutes, and missing data sets."""
+    """What a recipe needs at full scale: core-minutes, and data sets that are missing on this machine."""
 
     minutes: float
     missing: list[str]
@@ -48,18 +49,20 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """Results of a recipe at a scale.
+    """Results of a recipe at one scale.
 
     Attributes:
-        protocol: `Recipe.protocol` of the recipe that was run.
-        says: difference from the paper's protocol, as a sentence.
-        numbers: values by variant, reference and seed. Null if a run has no result.
-        minutes: processor time so far in core-minutes, including trials and evaluation.
-        complete: True if every variant, method and seed has been run.
-        choices: chosen settings by variant and method, with every candidate's score.
-        failures: sentences on runs that diverged or failed.
-        commit: commit of the code, with "-dirty" if the code was changed. Empty if the commit is unknown.
-        samples: number of samples in every data set in the run. Empty in summaries that did not record this.
+        protocol: digest of the recipe that was run, from `Recipe.protocol`.
+        says: sentence on how the run differs from the paper's protocol.
+        numbers: values, keyed by variant, reference and seed. A value is None if its run has no result.
+        minutes: processor time of runs, trials and evaluation so far, in core-minutes.
+        complete: True if all variants, methods and seeds have been run.
+        choices: chosen settings, keyed by variant and method, with the scores of all candidates.
+        failures: sentences about runs that diverged or failed.
+        commit: commit of the code, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
+            is unknown.
+        samples: number of samples in every data set of the run, keyed by source. The mapping is empty in summaries of
+            earlier versions.
     """
 
     recipe: str
@@ -84,9 +87,9 @@ class RecipeSummary:
 def summarise(
     recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path, samples: Mapping[str, int]
 ) -> RecipeSummary | None:
-    """Return the summary of the run directories in ``out``, or None if no variant has been run.
+    """Summarize the run directories in the folder ``out``, or return None if no variant has been run.
 
-    There is one run directory for each variant.
+    Each variant has its own run directory.
     """
     numbers: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
@@ -120,7 +123,7 @@ def summarise(
 
 @cache
 def commit() -> str:
-    """Return the commit of this code, with "-dirty" if the source differs, or "" outside its repository."""
+    """Return the commit of this code, with "-dirty" if it was changed, or "" if the code is not in its repository."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -138,7 +141,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Return the processor's name."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -153,10 +156,10 @@ def write_summary(summary: RecipeSummary, folder: Path) -> None:
 
 
 def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
-    """Return the summary of a recipe at a scale, or None if it does not exist.
+    """Return the summary of a recipe at a scale, or None if there is none.
 
     Raises:
-        RunDirError: a line in the file is not a summary.
+        RunDirError: a line of the file is not a summary.
     """
     file = folder / SUMMARIES_FILE
     summary = None
@@ -170,10 +173,10 @@ def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | Non
 
 
 def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSummary:
-    """Return a summary, including values of methods from another recipe with the same experiment (``rivals``).
+    """Return the summary with values added for methods from another recipe of the same experiment (``rivals``).
 
-    Equal seeds give equal data, cohorts, initial models and batches in both. A record of a different experiment, or of
-    an earlier version of the other recipe, adds nothing.
+    In both recipes, the same seed gives the same data, cohorts, initial models and batches. Nothing is added if the
+    other record is of a different experiment or was made with an earlier version of the other recipe.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None
@@ -188,12 +191,12 @@ def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSu
 
 
 def _experiment(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of an experiment that all methods share, without its name and without choices of settings."""
+    """Return the parts of an experiment that all methods share, without its name and without open settings."""
     return {key: value for key, value in document.items() if key not in ("method", "name", "choose")}
 
 
 def needs(folder: Path) -> dict[str, Need]:
-    """Return the stored estimates, by recipe."""
+    """Return the stored estimates, keyed by recipe."""
     file = folder / ESTIMATES_FILE
     try:
         return {name: Need(**need) for name, need in read_document(file, dict).items()}
@@ -202,7 +205,7 @@ def needs(folder: Path) -> dict[str, Need]:
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
-    """Return all values from a run that a summary keeps, by reference and seed."""
+    """Return all values of a run that a summary keeps, keyed by reference and seed."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
@@ -214,7 +217,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references in columns and claims, also at the chosen round, and every method's work and traffic."""
+    """Return the references that a summary keeps: those of columns and claims, also at the chosen round, and costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -226,7 +229,7 @@ def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
 
 
 def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
-    """Return the figures of a document's methods that the claims require."""
+    """Return the references that the claims need from the methods of a document."""
     labels = {label_of(method) for method in document["method"]}
     sides = [side for claim in recipe.paper.claims for side in (claim.subject, *claim.than) if isinstance(side, str)]
     read = [Reference.create(side, recipe.paper.figure) for side in sides]
@@ -235,9 +238,10 @@ def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
 
 @contextmanager
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
-    """Add the processor time spent in the block to ``spent.json`` in a recipe's folder.
+    """Measure the processor time of the block, and add it to the file ``spent.json`` in the folder of a recipe.
 
-    Yield a function that updates the file. Call it from time to time, so that little is lost if the process is killed.
+    The block receives a function that updates the file. The function should be called now and then, so that little is
+    lost if the process is killed.
     """
     last_written = _processor()
 
@@ -257,10 +261,10 @@ def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
 
 
 def _processor() -> float:
-    """Return the processor time so far in seconds, including that of child processes that have ended."""
+    """Return the processor time used so far in seconds, including that of child processes that have ended."""
     return sum(os.times()[:4])
 
 
 def spent(out: Path) -> dict[str, float]:
-    """Return the processor time in seconds by variant, as added up by `count_spent_time`."""
+    """Return the processor time in seconds that `count_spent_time` has recorded for each variant."""
     return read_document(out / SPENT_FILE, float)

@@ -4,8 +4,7 @@ The module also provides the names that the files of methods import.
 
 Letters have the same meaning in every file: x is the server's model ``[d]``, w are local models ``[m, d]``, v personal
 models, g gradients, y duals and c control variates. m is the number of clients in the cohort, and n is the number of
-all clients.
-Scalars per client have the shape ``[m, 1]``. A difference is always the new value minus the old value.
+all clients. Scalars per client have the shape ``[m, 1]``. A difference is always the new value minus the old value.
 """
 
 from __future__ import annotations
@@ -90,9 +89,10 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 
 
 class Algorithm(Value, ABC):
-    """A federated method.
+    """Federated method.
 
-    Its fields are the hyperparameters. Its functions are stateless and do not change their arguments.
+    The fields of a method are its hyperparameters. The functions of a method are stateless and do not change their
+    arguments.
     """
 
     mixes: ClassVar[bool] = False
@@ -115,17 +115,18 @@ class Algorithm(Value, ABC):
     this. A deadline may then shorten a client's work (`affordable`)."""
     counting_option: ClassVar[str] = ""
     """Setting that makes the server's model a mean over all clients (`counts_absent`), such as ``"server_lr =
-    'fraction'"``. It is needed if a method otherwise applies the cohort's change in full."""
+    'fraction'"``. The setting is needed if a method otherwise applies the cohort's change in full."""
     projects: ClassVar[bool] = False
-    """True if the method works in a random subspace. Its projection matrix is drawn again from the same key whenever a
-    run needs it (``ctx.projection``, ``work.projection``)."""
+    """True if the method works in a random subspace. A replayed run sets the matrix (``ctx.projection``,
+    ``work.projection``)."""
     family: ClassVar[str] = "consensus"
     """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
-    """Values from the paper for those options whose default differs. They are selected with ``defaults = "paper"``."""
+    """Values from the paper for those options whose default differs. These values are selected with ``defaults =
+    "paper"``."""
     released: ClassVar[Mapping[str, Any]] = {}
-    """Values and variants from the paper's public code that differ from the paper. They are selected with ``defaults =
-    "released"``."""
+    """Values and variants from the paper's public code that differ from the paper. These values and variants are
+    selected with ``defaults = "released"``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -144,14 +145,17 @@ class Algorithm(Value, ABC):
         return {**choose_defaults(options["defaults"], cls.paper, cls.released), **rest}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        """Return values for the options that are None. They are derived from what is known before the first round."""
+        """Return values for the options that are None.
+
+        These values are derived from what is known before the first round.
+        """
         return {}
 
     def derive_options(self, ctx: Ctx) -> Self:
         """Return the method after setting its derived options, in the form in which simulations and deployments run it.
 
         Raises:
-            ConfigError: a derived value is out of range. Give the option.
+            ConfigError: a derived value is out of range, so the option must be set.
         """
         factors = {name: factor_of(getattr(self, name)) for name in type(self).model_fields}
         factors = {name: factor for name, factor in factors.items() if factor}
@@ -178,7 +182,7 @@ class Algorithm(Value, ABC):
     def mixes_all(self) -> bool:
         """True if `down` receives the stored rows of all clients ``[n, .]``.
 
-        Otherwise it receives those of the cohort only.
+        Otherwise, `down` receives only the rows of the cohort.
         """
         return False
 
@@ -219,7 +223,7 @@ class Algorithm(Value, ABC):
 
         Args:
             x0: initial model ``[d]``.
-            ctx: round 0.
+            ctx: context of round 0, before the first round.
 
         Returns:
             The server's state, the initial state of a client, and the upload that represents a client before its first
@@ -228,7 +232,9 @@ class Algorithm(Value, ABC):
         return Model(x0), Nothing(), None
 
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Fields:
-        """Return the download. Its fields are ``[d]``, or ``[m, .]`` if clients receive different values.
+        """Return the download.
+
+        The fields of the download are ``[d]``, or ``[m, .]`` if clients receive different values.
 
         The first field is the model if uploads contain a model.
 
@@ -267,7 +273,7 @@ class Algorithm(Value, ABC):
 
         Args:
             down: the download that the clients received.
-            up: their uploads. A channel leaves their labels unchanged.
+            up: the clients' uploads. A channel leaves labels in them unchanged.
         """
         name = primary_field(type(self))
         if upload_fields(type(self))[name].carries != "model":
@@ -284,7 +290,7 @@ class Algorithm(Value, ABC):
         Args:
             down: the download that the clients received.
             rows: the clients' states before the round.
-            up: their uploads.
+            up: the clients' uploads.
             work: the clients' local problems. Only simulations call this function, and its computations are not
                 recorded as work of the method.
         """
@@ -295,7 +301,7 @@ class Algorithm(Value, ABC):
     def encode(self, model: Tensor, down: Any, rows: Any, work: Work) -> tuple[Fields, Fields] | None:
         """Return the uploads and new states of clients whose local training ends at ``model [m, .]``.
 
-        Attackers forge it.
+        Attackers use this function to forge their messages.
 
         By default, the function returns None. The primary field is then the model minus the field's base, a state field
         that serves as this base becomes the model, and all other fields are those of a client that takes no step. A
@@ -314,11 +320,11 @@ class Algorithm(Value, ABC):
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         """Return the ranges of upload fields, keyed by name: the smallest and the largest allowed value.
 
-        A deployed server rejects values outside these ranges. None by default.
+        A deployed server rejects values outside these ranges. By default, there are no ranges.
 
         Args:
             down: the download that the clients received.
-            up: their uploads.
+            up: the clients' uploads.
             work: the clients' local problems. The server knows only the numbers of samples and steps and the step size.
         """
         return {}
@@ -334,9 +340,10 @@ class Algorithm(Value, ABC):
         new shares do not apply to earlier rounds. If the result is None, the run is rejected.
 
         Args:
-            server: the server's state. Its accumulated sums use the old shares.
-            moved: one field ``[d]`` per accumulated sum. It is the sum over all clients of the client's change in share
-                times its accumulated uploads. Adding this field to the old sum gives the sum with the new shares.
+            server: the server's state. The sums accumulated in this state use the old shares.
+            moved: one field ``[d]`` per accumulated sum. The field is the sum over all clients of the client's change
+                in share times its accumulated uploads. Adding this field to the old sum gives the sum with the new
+                shares.
             ctx: context with all clients and their new shares.
         """
         accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
@@ -375,12 +382,12 @@ class Algorithm(Value, ABC):
         Args:
             server: the server's state.
             total: fields returned by `observe`, each summed over all n clients.
-            ctx: all clients.
+            ctx: context with all clients.
         """
         return {}
 
     def proxes(self) -> dict[str, Prox]:
-        """Return the functions whose prox the method's models are computed with, keyed by their name in `Sent`.
+        """Return the functions whose prox is used to compute the method's models, keyed by their name in `Sent`.
 
         By default, these are the method's fields that contain a function with a prox.
 
@@ -391,14 +398,14 @@ class Algorithm(Value, ABC):
         return {name: value for name, value in values.items() if isinstance(value, Prox)}
 
     def part(self, name: str, layout: Layout) -> Tensor:
-        """Return the bool mask ``[d]`` that belongs to the name of a part in an upload field."""
+        """Return the bool mask ``[d]`` for the name that a field of an upload or download gives as its ``part``."""
         raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         """Raise if the method cannot be used with the given model or setting.
 
         Returns:
-            Sentences of warning.
+            Warnings, one sentence each.
 
         Raises:
             ConfigError: this combination is impossible. The message states the reason.

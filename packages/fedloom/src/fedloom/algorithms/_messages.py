@@ -28,8 +28,8 @@ class Kind:
         part: name of one of the algorithm's masks (`Algorithm.part`). Only the coordinates in this mask are sent.
         label: True if the numbers are identifiers, such as the number of a cluster. A channel does not change such a
             field.
-        carries: what a primary field contains. Only with "model" is the field a change from the first field of the
-            download.
+        carries: what a primary field contains. Only a field that carries "model" is a change relative to the first
+            field of the download.
     """
 
     averaged: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class Kept(Kind):
 
 @dataclass(frozen=True)
 class Rows(Kind):
-    """Upload field that the server receives as separate rows ``[m, .]``. Only `Algorithm.server` uses them."""
+    """Upload field that the server receives as separate rows ``[m, .]``. Only `Algorithm.server` uses these rows."""
 
     averaged: ClassVar[bool] = False
 
@@ -105,8 +105,8 @@ class Sent:
         prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the form that the prox
             ``makes`` replaces ``encoding``.
         ranks: name of the field in the server's state that contains the ranks of the download's matrices,
-            ``[matrices]`` in the order of `Layout.matrix_shapes`. Measured when None.
-        part: name of one of the algorithm's masks (`Algorithm.part`). It is set for a download if clients already know
+            ``[matrices]`` in the order of `Layout.matrix_shapes`. If None, the ranks are measured.
+        part: name of one of the algorithm's masks (`Algorithm.part`). A download sets this name if clients already know
             all other coordinates.
     """
 
@@ -243,7 +243,8 @@ def check_declaration(algorithm: type[Value]) -> None:
     """Raise if a method does not annotate its messages, or if a field refers to a field that does not exist.
 
     Raises:
-        ConfigError: a declaration is missing or wrong. The message says which one, and how to write it.
+        ConfigError: a declaration is missing or wrong. The message says which declaration is wrong, and how to write
+            it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():

@@ -61,7 +61,7 @@ def head_of(layout: Layout, models: Tensor) -> LastLayer:
 def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, prototypes: Prototypes) -> Tensor:
     """Return the mean squared difference ``[b]`` between features ``[b, k]`` and the prototypes of their classes.
 
-    0 without one.
+    The difference is 0 for a class without a prototype.
     """
     return (z - prototypes.centre[y]).square().mean(1) * prototypes.has_prototype[y]
 
@@ -86,7 +86,7 @@ def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Ten
     """Update the server's prototypes ``[c k]``, and the mask ``[c]`` of classes that have a prototype.
 
     Args:
-        prototypes: those before.
+        prototypes: prototypes before the update.
         has_prototype: mask of classes that had a prototype before the update.
         total: mean over clients of the class's mean representation times its share of the client's samples, ``[c k]``.
         share: mean over clients of the class's share of the client's samples, ``[c]``. If this share is 0, the

@@ -36,7 +36,10 @@ def with_prox(f: object) -> Prox | None:
 
 
 def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
-    """Return a note if a composite method has no regularizer. It names the equivalent method and the option to set."""
+    """Return a note if a composite method has no regularizer.
+
+    The note names the equivalent method and the option to set.
+    """
     if method.regulariser is not None:
         return []
     name = type(method).__name__

@@ -35,7 +35,10 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Statistics sent ``[m, s]`` of a client that the server already has. They are 0 before the client participates."""
+    """Statistics sent ``[m, s]`` of a client that the server already has.
+
+    The statistics are 0 before the client participates.
+    """
 
     sent: Tensor
 

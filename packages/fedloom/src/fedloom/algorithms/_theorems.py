@@ -11,8 +11,8 @@ class Theorem(NamedTuple):
     Attributes:
         proves: statement of the theorem, worded to follow a colon.
         needs: conditions of the theorem, worded to follow "It needs".
-        defaults: sentence about a condition that the default settings violate. It is empty if the default settings
-            satisfy all conditions.
+        defaults: sentence about a condition that the default settings violate. The sentence is empty if the default
+            settings satisfy all conditions.
         covers: kinds of other parts with which the theorem still holds, such as "sampler" if clients may be absent from
             rounds.
     """

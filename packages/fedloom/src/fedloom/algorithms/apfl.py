@@ -17,8 +17,8 @@ Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
 Deviations: mix is computed before w changes, as in the paper. Weight decay is part of f_i, so it acts on mix. In the
 public code (``mix = "after"``), mix contains the new w, and weight decay acts on v. alpha is updated once per round, in
 the first local step, and stays in [0, 1], as in the public code. The gradient in the public code is (alpha^2 + (1 -
-alpha)^2) times the paper's gradient. It is taken at the new v, with a weight decay of 0.02. The public code mixes
-outputs instead of parameters, which is equivalent for a linear model.
+alpha)^2) times the paper's gradient. The public code takes the gradient at the new v, with a weight decay of 0.02. The
+public code mixes outputs instead of parameters, which is equivalent for a linear model.
 
 Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), called in the order of that code's loop, produce the same w and
 v to within 1e-15, with ``mix = "after"`` and a fixed alpha on a linear model.

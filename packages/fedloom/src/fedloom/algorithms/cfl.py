@@ -18,10 +18,10 @@ server receives the changes of individual clients, so it supports neither secure
 
 Deviations: the paper uses two thresholds, eps_1 on the mean change and eps_2 on the longest change. Suitable values
 depend on the model and the step size. Here, a single option sets the ratio of the two thresholds (0.4/1.6 in the public
-code). The bipartition is optimal, as in the paper. The public code clusters by complete linkage. In the round of a
-split, its new clusters already average their own changes. A cluster may be split once each member has participated
-since the last split. Absent members are represented by their last change. The bound on gradient noise is omitted, as in
-the public code. Clients that join later are added to the first client's cluster.
+code). The bipartition is optimal, as in the paper. The public code clusters by complete linkage. In the round in which
+a cluster is split, the new clusters already average their own changes. A cluster may be split once each member has
+participated since the last split. Absent members are represented by their last change. The bound on gradient noise is
+omitted, as in the public code. Clients that join later are added to the first client's cluster.
 
 Defaults: a separation gap of 0.1 decides, together with a large ratio from the paper's range. By the paper's
 definition, clients form two groups if the gap is positive. In practice, a positive gap appears long before the mean

@@ -28,7 +28,7 @@ clients.
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
 attacker's share.
 
-Use it if a good frozen body and many classes are given, or as a starting point for other methods.
+Use it if a good frozen body is available and there are many classes, or as a starting point for other methods.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
 
 Kept by a client: 2d (u, y). Sent per round: d down, d up.
 
-Deviations: in Delta_i, the public code uses theta in place of the old w_i. This gives theta = 2 mean(w_i) - theta,
-which is a different method. Here, Delta_i is that of the paper, with eta = |S|/n from the paper's theory. The paper's
-experiments use eta = 1, which suits the public code if few clients participate. Clients train for the run's number of
-epochs. In the paper, this number is random.
+Deviations: in Delta_i, the public code uses theta in place of the old w_i. This difference gives theta = 2 mean(w_i) -
+theta, which is a different method. Here, Delta_i is that of the paper, with eta = |S|/n from the paper's theory. The
+paper's experiments use eta = 1, which suits the public code if few clients participate. Clients train for the run's
+number of epochs. In the paper, this number is random.
 
 Replayed: the clients of YonghaiGong/FedADMM (1efef575) produce the same theta and y_i to within 1e-14, once their
 Delta_i uses the old w_i, with server_lr = 1 and |S|/n.
@@ -29,8 +29,8 @@ server_lr is |S|/n, so the server's model is the mean of u over all clients. Del
 the client's last round, and a larger server_lr adds these changes a second time. With server_lr = 1 and one client in
 ten, theta nearly doubles in every round.
 
-Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a run warns
-about this.
+Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a warning is
+issued.
 """
 
 from __future__ import annotations

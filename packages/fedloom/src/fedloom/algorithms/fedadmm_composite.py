@@ -28,7 +28,7 @@ distance. If eta is set, local training starts at x_i, as in the paper. There is
 regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued.
 
 Use it for composite problems with partial participation, like FedDR, which equals this method if alpha = 1. If most
-clients are absent, the model moves little, and a run warns about this.
+clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Kept by a client: d + h (w, a), where h is the number of adaptive parameters. Se
 
 Deviations: s % of the data means the first s % of the batches in a separate epoch. In the first round in which the two
 models differ, the paper learns the weights until their loss converges. Here, the weights are learned for ``first``
-passes over the data. The personal model is the client's own model after training. It is not mixed with the most
-recently received model.
+passes over the data. The personal model is the client's own model after training. The personal model is not mixed with
+the most recently received model.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) give the same models and weights, to 1e-14, with the same
 number of passes in the first round.

@@ -29,8 +29,7 @@ Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same model
 squared and has a gradient (their code detaches the pull, so it has no effect).
 
 Use it with small models, between which distances are meaningful. For networks, use HeurFedAMP instead, which compares
-angles.
-The server receives individual models, so the method does not support secure aggregation.
+angles. The server receives individual models, so the method does not support secure aggregation.
 """
 
 from __future__ import annotations

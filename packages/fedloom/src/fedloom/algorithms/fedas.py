@@ -30,9 +30,8 @@ clients, an upload of noise moved x 4.3 times as far as in FedAvg, and an upload
 as far.
 
 Use it if heads are personal and few clients participate per round, so that the body changes a lot between a client's
-rounds.
-Without alignment and with a single client, the method equals Local. If the whole model is the head, the method also
-equals Local, and a warning is issued.
+rounds. Without alignment and with a single client, the method equals Local. If the whole model is the head, the method
+also equals Local, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """The server's model x ``[d]``. Only its body is sent."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 

@@ -13,8 +13,8 @@ Section 4.1 (fine-tuning). The mean is that of FedAvg.
     eta      lr           step size of the adaptation
 
 Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed from the server's newest model
-whenever it is needed, which is at an evaluation or at the end. It is never sent, so other results do not depend on when
-it is computed. Its gradients are recorded as work of the round after which it is computed.
+whenever it is needed, which is at an evaluation or at the end. The personal model is never sent, so other results do
+not depend on when it is computed. The gradients of the fine-tuning are recorded as work of the round that precedes it.
 
 Deviations: all parameters are fine-tuned by the run's local SGD, including momentum and weight decay.
 

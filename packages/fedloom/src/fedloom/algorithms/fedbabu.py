@@ -14,8 +14,8 @@ Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation fo
     tau_f       epochs        epochs of the fine-tuning
 
 Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
-is computed when it is needed, and it is never sent. Its gradients are recorded as work of the round after which it is
-computed.
+is computed when it is needed, and it is never sent. The gradients of the fine-tuning are recorded as work of the round
+that precedes it.
 
 Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
 
@@ -45,7 +45,7 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """The server's model x ``[d]``. Only its body is sent."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 

@@ -29,14 +29,14 @@ within 1e-15, with and without L1 and with absent clients, once their y_i and xh
 Defaults: eta = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). Local
 training starts at xbar. Let c_i be the fraction of the distance to the prox that the steps of client i cover, and let m
 be the mean of 1/c_i. If the gradient is constant, the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1). This
-distance is 1.6 reach if clients have equal sizes (c = 0.39). It is still FedAvg's reach if m is 4, for instance if some
-clients take a tenth of the steps. If local training starts from the client's own x_i, the server's model moves by
-eta/(m - 1 + 1/alpha), so a single small client slows down all others. There is no default regularizer, because the
-regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued. The paper's
-experiments use L1 with c = 0.01.
+distance is 1.6 reach if clients have equal sizes (c = 0.39). The distance still equals FedAvg's reach if m is 4, for
+instance if some clients take a tenth of the steps. If local training starts from the client's own x_i, the server's
+model moves by eta/(m - 1 + 1/alpha), so a single small client slows down all others. There is no default regularizer,
+because the regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued.
+The paper's experiments use L1 with c = 0.01.
 
-Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a run
-warns about this. With a large eta and few local steps, the method behaves like local training. The threshold that the
+Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a
+warning is issued. With a large eta and few local steps, the method behaves like local training. The threshold that the
 regularizer applies at the server is eta times the regularizer's weight.
 """
 

@@ -20,9 +20,9 @@ Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: the server computes t from values that clients report, because step sizes and numbers of steps may change.
 If step sizes and numbers of steps are constant, t equals that of the paper. A weigher that uses the received model gets
-z instead. Replayed: Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce
-the same z and w to within 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only
-the kernels of dense layers.
+z instead. Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce the same z
+and w to within 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels
+of dense layers.
 
 Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method
 equals FedAvg, and a warning is issued.

@@ -14,9 +14,9 @@ Distributions", NeurIPS 2021, arXiv:2108.10252v4, Algorithm 1 with Eqs. 7 to 9.
 Kept by a client: M (pi). Sent per round: d down, d up, where d is the number of parameters of all M components.
 
 Deviations: none. A step minimizes sum_m q_m (-log p(y | theta_m)), where q is the value at the start of the round (Eq.
-9). It is implemented as the loss of the mixture plus a term. In the paper, the server has no model for unknown clients.
-A mixture with equal weights would not be suitable for them either. The pi of a new client is computed by one
-expectation step over its samples.
+9). This step is implemented as the loss of the mixture plus an additional term. In the paper, the server has no model
+for unknown clients. A mixture with equal weights would not be suitable for them either. The pi of a new client is
+computed by one expectation step over its samples.
 
 Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, produce the same x,
 pi and predictions to within 1e-15. The pi of a new client is the same, too. In their code, the mean over a cohort
@@ -24,8 +24,7 @@ includes the absent clients, with the model that they received.
 
 Use it if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to the number
 of kinds, which is 3 in the paper. With a model that is not a mixture, FedEM equals FedAvg, and a warning is issued. It
-needs
-classes.
+needs classes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
 LEAST = 1e-12
-"""Smallest weight of a component. It is positive so that the logarithm stays finite."""
+"""Smallest weight of a component. This weight is positive so that the logarithm stays finite."""
 
 
 class Client(NamedTuple):

@@ -22,7 +22,7 @@ Deviations: the held-out samples are a share of the training part, which is the 
 receive the last model of any client, including absent clients. With probability epsilon, all models that a client
 receives are drawn at random instead of by preference. In the public code, each model is drawn at random with this
 probability, means over groups of clients are used as well, and preference weights may be negative. The default distance
-in the public code is the sum of absolute differences. With "l2", it is the squared norm.
+in the public code is the sum of absolute differences. With "l2", the distance is the squared norm.
 
 Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) produce the same
 models and weights to within 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions
@@ -32,7 +32,7 @@ taken.
 Defaults: a client receives five models and holds out a fifth of its samples. epsilon starts at 0.3 and decreases by
 0.05 per round, as in the paper. If no received model is better than the model from which the client started, the client
 keeps its trained model, as in PFLlib. With ``returns``, the client goes back to the starting model, as in the paper.
-This wastes the work of a round if few samples are held out and steps rarely lower the loss on them.
+Going back wastes the work of a round if few samples are held out and steps rarely lower the loss on them.
 
 Use it if some clients are similar, but it is not known which ones. Traffic grows with ``peers``. With peers = 0, the
 method equals Local.

@@ -15,10 +15,10 @@ Kept by a client: s, the statistics that it has sent. Sent per round: d and s do
 / 2 + (k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client
 sends only zeros.
 
-Deviations: each client chooses a share between its own head (share 0) and the pooled head (share 1). It tries nine
-shares and takes the best by the exact leave-one-out error on its rows. In the paper, all clients use the same number.
-The share multiplies the sums of the other clients. The method was not compared with the paper's code, because this code
-is not public. Heads have a bias.
+Deviations: each client chooses a share between its own head (share 0) and the pooled head (share 1). The client tries
+nine shares and takes the one with the smallest exact leave-one-out error on its rows. In the paper, all clients use the
+same number. The share multiplies the sums of the other clients. The method was not compared with the paper's code,
+because this code is not public. Heads have a bias.
 
 If shares are proportional to samples, a personal head does not depend on how rows are distributed over the other
 clients. Learning rate, epochs and batches have no effect. Outputs are least-squares fits to 0 and 1, and their softmax
@@ -111,7 +111,7 @@ class FedHiP(Algorithm):
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
-        """Return a head, and the mean squared error over rows of the head that is computed without the row."""
+        """Return a head, and the mean squared error on each row of the head that is computed without this row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
         both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)

@@ -16,9 +16,9 @@ Non-IID Data", IEEE Transactions on Signal Processing 69, 2021, arXiv:2005.11418
 Kept by a client: 2d (w, y). Sent per round: d down, d up. The server stores every client's last u.
 
 Deviations: a round consists of all iterations between two communications. The server draws the number of iterations
-from a geometric distribution and sends it. It is the same for all clients. Iterations without communication therefore
-do not cause any traffic. In the paper, all clients participate. Here, the last u of an absent client represents it.
-Local training starts at the client's own x_i, or at its copy of the server's model with ``start = "server"``.
+from a geometric distribution and sends it. This number is the same for all clients. Iterations without communication
+therefore do not cause any traffic. In the paper, all clients participate. Here, an absent client is represented by its
+last u. Local training starts at the client's own x_i, or at its copy of the server's model with ``start = "server"``.
 
 Replayed: the clients and the server of FedPD in unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i,
 lambda_i and x_0 to within 1e-15, with p = 0.
@@ -29,9 +29,8 @@ which is FedAvg's speed. If local training started at x_i, the server's model wo
 distance. If eta is set, local training starts at x_i, as in the paper.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). The method is
-meant for clients that all participate. If most
-clients are absent, the model moves little, and a run warns about this. ``skip`` reduces communication usefully only if
-clients differ little.
+meant for clients that all participate. If most clients are absent, the model moves little, and a warning is issued.
+``skip`` reduces communication usefully only if clients differ little.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """The server's model x ``[d]``. Only its body is sent."""
+    """The server's model x ``[d]``. Only the model's body is sent."""
 
     x: Annotated[Tensor, Sent(part="body")]
 

@@ -16,14 +16,14 @@ every client's last model.
 
 Deviations: in the paper, all clients participate. Here, the models of the cohort are permuted within the cohort. The
 mean is taken over the last models of all clients that have participated, weighted by the number of samples that each
-model has seen. The run's ``weights`` have no effect on it. The server receives individual models, so the method does
-not support secure aggregation.
+model has seen. The run's ``weights`` have no effect on this mean. The server receives individual models, so the method
+does not support secure aggregation.
 
 Replayed: given the same permutations, the training loop of MediaBrain-SJTU/FedSkip (96acb90f) produces the same models
 to within 1e-15.
 
 Use it if clients are allowed to see the models of other clients. With ``skip`` = 1 and all clients, the method equals
-FedAvg weighted by samples. If most clients are absent, the model moves little, and a run warns about this.
+FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations

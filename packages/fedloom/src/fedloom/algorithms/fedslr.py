@@ -38,9 +38,8 @@ Attackers: gamma adds the change of the mean a second time, so a forged model mo
 FedAvg.
 
 Use it for personal models with few personal parameters and small downloads. ``components`` selects which parts have low
-rank or are sparse, from LR+S to LR+LR.
-``method`` selects the alternative GPGD, which is FedAvg followed by the prox and has a biased limit. LPGD instead
-applies the prox in every step.
+rank or are sparse, from LR+S to LR+LR. ``method`` selects the alternative GPGD, which is FedAvg followed by the prox
+and has a biased limit. LPGD instead applies the prox in every step.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ class FedSpa(Algorithm):
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
         """Return the next mask ``[m, d]``.
 
-        In each layer, the smallest weights leave, and as many enter by their gradient.
+        In each layer, the parameters with the smallest weights leave the mask, and the same number of parameters with
+        the largest gradients enter it.
         """
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()

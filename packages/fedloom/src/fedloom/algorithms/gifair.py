@@ -118,7 +118,7 @@ class GIFAIR(Algorithm):
         return torch.arange(ctx.n) if self.level == "individual" or ctx.groups is None else ctx.groups.cpu()
 
     def _mass(self, ctx: Ctx) -> Tensor:
-        """p_k |A_{s_k}|, ``[n]``."""
+        """Return p_k |A_{s_k}| for every client, ``[n]``."""
         groups = self._groups(ctx)
         return ctx.weight[:, 0] * torch.bincount(groups)[groups]
 

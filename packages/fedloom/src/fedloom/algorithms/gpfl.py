@@ -18,9 +18,9 @@ TsingZ0/GPFL).
 Kept by a client: the head's parameters. Sent per round: all other parameters except the 2 k of the conditions, down and
 up, for k features.
 
-Deviations: the conditions are computed from the received embeddings. In the public code, they are computed from the
-client's own embeddings after its last training, and they are 0 before it. The norm is also taken over a batch in that
-code, which gives about the square root of the batch size times the mean of the norms.
+Deviations: the conditions are computed from the received embeddings. In the public code, the conditions are computed
+from the client's own embeddings after its last training, and they are 0 before this training. The norm is also taken
+over a batch in that code, which gives about the square root of the batch size times the mean of the norms.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and conditions to within 1e-15, once
 the conditions are computed from the received embeddings from the first round on, and the norm is the mean over a batch.
@@ -28,9 +28,8 @@ the conditions are computed from the received embeddings from the first round on
 Defaults: lam = 0.01 and mu = 0.1, which are the public code's values for small networks.
 
 Use it if labels are skewed. Set ``guided`` in [model] to use it. With a model that has no valve and embeddings, the
-method equals FedPer, and a warning is issued. It also equals FedPer if ``angle``, lam and mu are 0 and the valve of the
-model does not change. It
-needs classes.
+method equals FedPer, and a warning is issued. The method also equals FedPer if ``angle``, lam and mu are 0 and the
+valve of the model does not change. It needs classes.
 """
 
 from __future__ import annotations

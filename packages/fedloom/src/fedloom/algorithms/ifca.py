@@ -87,7 +87,7 @@ class IFCA(Algorithm):
         return {"choice": (0.0, self.clusters - 1.0)}
 
     def _models(self, server: Server) -> Tensor:
-        """``[k, d]``."""
+        """Return the models of all clusters, ``[k, d]``."""
         return torch.cat([server.x, server.more]).view(self.clusters, -1)
 
     def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:

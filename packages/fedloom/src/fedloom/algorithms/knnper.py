@@ -12,8 +12,8 @@ Reference: O. Marfoq, G. Neglia, L. Kameni, R. Vidal, "Personalized Federated Le
     lambda_m    weight      weight of the kNN in a prediction
     N_m         memory      the client's samples as (representation, label)
 
-Kept by a client: nothing. The memory can be computed from x and the client's samples. Sent per round: the
-network's parameters, down and up. The memory never leaves its client.
+Kept by a client: nothing. The memory can be computed from x and the client's samples. Sent per round: the network's
+parameters, down and up. The memory never leaves its client.
 
 Deviations: a neighbor at distance r has the weight exp(-r^2 / (scale times the number of features)), as in the public
 code. In the paper, the weight is exp(-r). In the paper, lambda_m is chosen on a validation set. Here, it is chosen on a
@@ -53,7 +53,7 @@ FEW = 30  # an accuracy of so many samples has a standard error of up to 0.09
 
 
 class Down(NamedTuple):
-    """The server's model x ``[d]``. Its memory is empty and is not sent."""
+    """The server's model x ``[d]``. The model's memory is empty and is not sent."""
 
     x: Annotated[Tensor, Sent(part="network")]
 

@@ -36,7 +36,7 @@ from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
-    """The server's model x ``[d]``. Only its head is sent."""
+    """The server's model x ``[d]``. Only the model's head is sent."""
 
     x: Annotated[Tensor, Sent(part="head")]
 

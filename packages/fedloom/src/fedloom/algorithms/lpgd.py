@@ -19,9 +19,8 @@ the model itself, as factors U, V if they are shorter.
 
 Deviations: the paper assumes dense uploads and mentions factors only as a possibility. p starts at zero.
 
-Use it to measure how much FedSLR gains over it, or if uploads are expensive. The limit of the method is biased. Unless
-all clients agree, it neither solves the problem nor has low rank. Every step computes the singular values of every
-matrix.
+Use it as a baseline for FedSLR, or if uploads are expensive. The limit of the method is biased. Unless all clients
+agree, the limit neither solves the problem nor has low rank. Every step computes the singular values of every matrix.
 """
 
 from __future__ import annotations

@@ -143,7 +143,10 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Return a client's class means and covariance. Classes with less than `LEAST` samples have the shared mean."""
+        """Return a client's class means and covariance.
+
+        Classes with fewer than `LEAST` samples have the shared mean.
+        """
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)

@@ -24,12 +24,12 @@ class PresetMethod(NamedTuple):
 
 @dataclass(frozen=True)
 class Preset:
-    """A named composition.
+    """Named combination of parts.
 
     Attributes:
         card: text that describes the preset, with its reference and its deviations from the paper. ``fedloom describe``
             shows this text.
-        algorithm: its algorithm.
+        algorithm: algorithm of the preset.
         sampler: sampler of the preset, or None.
         weigher: weigher of the preset, or None.
         pooled: True to train on all clients' data as if they belonged to one client. The model is evaluated on the

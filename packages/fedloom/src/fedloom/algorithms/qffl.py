@@ -48,7 +48,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.values import or_derived
 
 SMALLEST = 1e-10
-"""Smallest loss. Losses below it are set to this value, so that their powers are finite."""
+"""Smallest loss. Losses below this value are set to it, so that their powers are finite."""
 
 
 class Up(NamedTuple):

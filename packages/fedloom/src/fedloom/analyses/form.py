@@ -1,4 +1,7 @@
-"""Form of an analysis: a frozen value with pure functions that asks all clients questions. The answers are summed."""
+"""Base classes of analyses.
+
+An analysis is a frozen value with pure functions that asks all clients questions. The answers to a question are summed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from fedloom.analyses.rows import ClientRows, Schema, schema_of
-from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.errors import CodeError, ConfigError, Refused, WireError
 from fedloom.values import Value, kind_of
 
 if TYPE_CHECKING:
@@ -23,18 +26,19 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 State = Any
-"""State of an analysis between two questions. It has its own type and is never modified."""
+"""State of an analysis between two questions. Each analysis has its own type of state, and a state is never
+modified."""
 MAX_QUESTION_BYTES = 2**26
 _LENGTH_STRUCT = struct.Struct("<I")
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Public numbers that are sent to all clients.
+    """Question, which consists of public numbers that are sent to all clients.
 
     Args:
-        name: a key of the analysis' `questions`.
-        values: the numbers by field, float64 tensors.
+        name: name of the question, which is a key of the analysis' `questions`.
+        values: numbers in each field, as float64 tensors.
     """
 
     name: str
@@ -46,8 +50,26 @@ class Question:
     def __hash__(self) -> int:
         return hash(self.encode())
 
+    def check_form(self, forms: Mapping[str, Mapping[str, int]]) -> None:
+        """Raise if clients at real sites could not read the question.
+
+        Args:
+            forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
+
+        Raises:
+            CodeError: the question has another form, or a number is not finite.
+        """
+        got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
+        if form is None or [*got.items()] != [*form.items()]:
+            raise CodeError(
+                f"the question {self.name!r} has the fields {got} (with numbers of dimensions), but the declared "
+                f"questions are { ({name: dict(one) for name, one in forms.items()}) }"
+            )
+        if broken := [name for name, value in self.values.items() if not bool(value.isfinite().all())]:
+            raise CodeError(f"{broken[0]} of the question {self.name!r} is not finite, but sites read finite numbers")
+
     def encode(self) -> bytes:
-        """Return the question as bytes: a JSON header with name and shapes, followed by little-endian numbers."""
+        """Return the question as bytes: a JSON header with the name and shapes, followed by little-endian numbers."""
         shapes = {name: list(value.shape) for name, value in self.values.items()}
         head = json.dumps([self.name, shapes], separators=(",", ":")).encode()
         body = b"".join(value.double().contiguous().numpy().astype("<f8").tobytes() for value in self.values.values())
@@ -55,14 +77,14 @@ class Question:
 
     @classmethod
     def decode(cls, content: bytes, forms: Mapping[str, Mapping[str, int]]) -> Question:
-        """Return the question that `encode` has written.
+        """Return the question in the bytes that `encode` has written.
 
         Args:
-            content: the bytes.
-            forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
+            content: bytes of the question.
+            forms: fields of each question, with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            WireError: the bytes are not a question in one of these forms.
+            WireError: the bytes are not a question that has one of these forms.
         """
         try:
             if len(content) > MAX_QUESTION_BYTES:
@@ -91,13 +113,13 @@ class Question:
 
 
 class Bounds(NamedTuple):
-    """Range and step of each number in a client's answer. They depend only on public numbers.
+    """Range and step of each number in a client's answer. Bounds depend only on public numbers.
 
     Attributes:
-        low: smallest possible values ``[k]``.
-        high: ``[k]`` largest.
-        step: steps ``[k]``, > 0. Under masks, a number is rounded to a multiple of its step. If everything runs in one
-            process, nothing is rounded.
+        low: smallest possible values, ``[k]``.
+        high: largest possible values, ``[k]``.
+        step: positive steps, ``[k]``. With masking, each number is rounded to a multiple of its step. If the whole
+            analysis runs in one process, numbers are not rounded.
     """
 
     low: Tensor
@@ -106,32 +128,32 @@ class Bounds(NamedTuple):
 
     @classmethod
     def counts(cls, numbers: int, most: float) -> Bounds:
-        """Return the bounds of integers from 0 to ``most``."""
+        """Return the bounds of integers that are at least 0 and at most ``most``."""
         return cls.between(torch.zeros(numbers), torch.full((numbers,), float(most)), 1.0)
 
     @classmethod
     def between(cls, low: Tensor, high: Tensor, step: float = 2.0**-36) -> Bounds:
-        """Return the bounds of numbers ``[k]`` with the same step."""
+        """Return the bounds of numbers ``[k]`` that all have the same step."""
         return cls(low.double(), high.double(), torch.full((len(low),), step, dtype=torch.float64))
 
     @classmethod
     def join(cls, parts: Sequence[Bounds]) -> Bounds:
-        """Return the bounds of an answer that consists of several parts, one part after the other."""
+        """Return the bounds of an answer that is the concatenation of several parts."""
         return cls(*(torch.cat(sides) for sides in zip(*parts, strict=True)))
 
     def project(self, answer: Tensor) -> tuple[Tensor, int]:
-        """Return an answer ``[k]`` clipped to the bounds, and how many of its numbers were outside."""
+        """Return an answer ``[k]`` clipped to the bounds, and the number of its values that were outside."""
         inside = answer.clamp(self.low, self.high)
         return inside, int((inside != answer).sum())
 
 
 class Info(NamedTuple):
-    """Facts about a sum, in addition to its numbers.
+    """Facts about a sum that accompany its numbers.
 
     Attributes:
-        clients: number of clients in the sum.
-        clipped: number of values that were outside their bounds. A result requires that this number is 0.
-        neutral: number of clients with rows that answered zeros, because they have fewer rows than the agreed minimum
+        clients: number of clients whose answers are in the sum.
+        clipped: number of values that were outside their bounds. This number must be 0 for a result.
+        neutral: number of clients that have rows but answered with zeros, because they have fewer subjects than agreed
             or declined to answer.
         rows: number of rows of the clients that answered.
     """
@@ -163,20 +185,20 @@ class Rules(Value):
 
     @model_serializer(mode="wrap")
     def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write only the rules that are set: every party uses its own values for the others."""
+        """Serialize only the rules that are set, because each party uses its own values for the others."""
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 
 @dataclass(frozen=True, eq=False)
 class AnalysisTerms:
-    """Everything that is public before the first question, and equal for all parties.
+    """All facts that are public before the first question. These facts are the same for all parties.
 
     Args:
         schema: columns, levels and agreed ranges.
-        sizes: number of rows of each client ``[n]`` int64.
+        sizes: number of rows of each client, ``[n]`` int64.
         rules: the agreed rules.
-        published: numbers ``[c]`` that `Analysis.publish` returns for each client. The tensors are empty if nothing is
-            published.
+        published: numbers that each client publishes (see `Analysis.publish`), ``[c]``. If clients publish nothing, the
+            tensors are empty.
     """
 
     schema: Schema
@@ -186,17 +208,17 @@ class AnalysisTerms:
 
     @property
     def most_rows(self) -> int:
-        """Number of rows of the largest client."""
+        """Number of rows of the client with the most rows."""
         return int(self.sizes.max())
 
 
 class FurtherRun(NamedTuple):
-    """Run that an analysis needs, and how its result is used.
+    """Additional run that an analysis needs, and the function that evaluates its result.
 
     Attributes:
-        setting: setting of the run.
+        setting: setting of the complete run.
         fed: its clients.
-        measure: function that returns the rows of the analysis' table.
+        measure: function that returns rows for the table of the analysis.
     """
 
     setting: Setting
@@ -205,53 +227,57 @@ class FurtherRun(NamedTuple):
 
 
 class Analysis(Value):
-    """Question about a whole federation, as a frozen value whose fields are its options and whose functions are pure.
+    """Question about a whole federation.
 
-    An analysis by sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`, and runs in one process,
-    at sites (plain or masked) and in a Flower app, with the same result. An analysis of a run defines `measure`, which
-    reads the models of a `fedloom.engine.result.Result`. An analysis that needs further runs defines `units`.
+    An analysis is a frozen value whose fields are options and whose functions are pure.
+
+    An analysis that is computed from sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. Such an
+    analysis runs with the same result in one process, at sites (with or without masking) and in a Flower app. An
+    analysis of a run defines `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that
+    needs additional runs defines `units`.
     """
 
     kind: ClassVar[str]
-    """Name in files and in `fl.analyze`. For user code, it is the import path."""
+    """Name of the analysis in files and in `fl.analyze`. For an analysis written by a user, it is the import path."""
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    """Declared form of each question: its fields by name, with their numbers of dimensions.
+    """Form of each question: the names of its fields, with their numbers of dimensions.
 
-    Questions are asked in this order. Real sites do not answer questions in any other order. The last question may be
-    repeated.
+    Questions are asked in this order, and real sites do not answer them in any other order. Only the last question may
+    be repeated.
     """
     retried: ClassVar[Collection[str]] = ()
-    """Questions that a client may be unable to answer, for instance because a step is too long. In this case, `step`
-    tries a different question."""
+    """Questions that a client may be unable to answer, for instance because a step is too long. If this happens, `step`
+    leads to a different question."""
     suppresses: ClassVar[bool] = False
-    """True if clients remove their rare cells from every answer themselves, so that rare cells need not be merged
-    without masks."""
+    """True if clients themselves leave small cells out of every answer. Small cells then need not be merged if there
+    are no masks."""
     uses_models: ClassVar[bool] = False
-    """True if an answer reads `ClientRows.models`, so that a run must come first."""
+    """True if answers use `ClientRows.models`, so that a run must precede the analysis."""
     wider: ClassVar[str] = "Agree on wider ranges"
-    """Advice if numbers of an answer are outside their bounds."""
+    """Advice for the case that numbers in an answer are outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
-    """Tasks whose data the analysis can read. Empty: every task."""
+    """Tasks whose data the analysis can use. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
-    """True if the analysis reads the columns of a table."""
+    """True if the analysis uses the columns of a table."""
     per: ClassVar[str] = "run"
-    """Scope of a table that `measure` returns: "run", or "seed" if the table is the same for all methods."""
+    """Scope of a table that `measure` returns. The scope is "run", or "seed" if the table is the same for all
+    methods."""
 
     rules: Rules | None = Field(
         None, description="limits that all clients agree on (default: the limits of a simulation or of real sites)"
     )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        """Raise if the analysis is incompatible with the data or the setting. This method is called before any work.
+        """Raise if the analysis does not fit the data or the setting. This method is called before any work is done.
 
-        An analysis with further conditions should call this base method first.
+        An analysis with additional conditions should call this method of the base class first.
 
         Args:
             schema: schema of the data.
-            setting: setting of the run whose models are analyzed. None without one.
+            setting: setting of the run whose models are analyzed, or None without a run.
 
         Raises:
-            ConfigError: the message states what is wrong, where, and what to do.
+            ConfigError: the analysis does not fit. The message states what is wrong, where, and what to do.
             Refused: the analysis makes no sense for these data.
         """
         what = f"the analysis {kind_of(self)}"
@@ -272,16 +298,16 @@ class Analysis(Value):
             )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise if the analysis is incompatible with a federation (see `check`)."""
+        """Raise if the analysis does not fit a federation (see `check`)."""
         self.check(schema_of(fed.data), setting)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
-        """Raise if an agreement does not allow real sites to answer.
+        """Raise if real sites must not answer under an agreement.
 
-        This method is called when the sites agree, after `check`.
+        This method is called after `check`, when the sites make the agreement.
 
         Args:
-            schema: schema with the agreed ranges.
+            schema: schema that contains the agreed ranges.
             masked: True if answers are summed under masks.
 
         Raises:
@@ -305,40 +331,42 @@ class Analysis(Value):
 
     @property
     def most_questions(self) -> int:
-        """Largest number of questions that a real site answers, if no rules state a number."""
+        """Maximum number of questions that a real site answers if no rules state this number."""
         return 24
 
     @property
     def kept_columns(self) -> Sequence[str]:
-        """Return columns, or thresholds on columns, that a table must keep in addition to the models' inputs."""
+        """Columns, or thresholds on columns, that a table must keep in addition to the inputs of models."""
         return ()
 
     @property
     def shows_rows(self) -> bool:
-        """True if `publish` returns values of individual rows, which a plain agreement allows but masks do not."""
+        """True if `publish` returns values of individual rows, which is allowed without masking but not with it."""
         return False
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         """Return the numbers that a client publishes before the first question, float64 ``[c]``.
 
-        Most analyses publish nothing.
+        In most analyses, clients publish nothing.
 
-        At real sites, these numbers are only flags: 1 for a cell that reaches the minimum at the client, else 0. The
-        sizes of other clients are unknown at this time.
+        Real sites publish only flags: 1 for a cell that reaches the minimum count at the client, else 0. At this time,
+        a client does not know the sizes of other clients.
         """
         return torch.zeros(0, dtype=torch.float64)
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        """Return the rows of a client that sums include. By default, these are all rows.
+        """Return those rows of a client that are included in sums. By default, all rows are included.
 
-        A client with fewer subjects than agreed in these rows answers zeros.
+        If these rows have fewer subjects than agreed, the client answers with zeros.
         """
         return client
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
-        """Return the sets of a client's rows that sums cover. By default, there is one set: `used`.
+        """Return the sets of a client's rows over which sums are computed.
 
-        A site does not answer for a set that differs from an earlier set in only a few subjects.
+        By default, the only set contains the rows that `used` returns.
+
+        If a set differs from an earlier set in only a few subjects, a site does not answer for it.
         """
         return [self.used(client, terms)]
 
@@ -347,13 +375,13 @@ class Analysis(Value):
         raise NotImplementedError
 
     def question(self, state: State) -> Question | None:
-        """Return the next question. None after the last question."""
+        """Return the next question. Return None after the last question."""
         raise NotImplementedError
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         """Raise if a client should not answer a question.
 
-        This method is called at the client, with public arguments only.
+        This method is called at the client and receives only public arguments.
 
         Raises:
             ConfigError: the rules do not allow this question.
@@ -361,27 +389,31 @@ class Analysis(Value):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Names of the questions, in the order in which they are asked. The last question may be repeated."""
+        """Names of the questions, in the order in which they are asked.
+
+        The last question may be repeated if it is in `retried`.
+        """
         return tuple(self.questions)
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
-        """Return the bounds of one client's answer."""
+        """Return the bounds of a single client's answer."""
         raise NotImplementedError
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
-        """Return the client's answer, float64 ``[k]``: a sum over its rows. Zeros without rows.
+        """Return a client's answer, float64 ``[k]``, which is a sum over its rows.
 
-        None stands for zeros. It is returned if the client's rows are a reason not to answer, for instance because a
-        single row would determine the sum. Such a client counts as neutral, and nobody learns which client it is.
+        If there are no rows, the answer is zeros. None also stands for zeros. An analysis returns None if a client
+        should not answer because of its rows, for instance because a single row would determine the sum. The server
+        only learns how many clients did not answer, but not which ones.
         """
         raise NotImplementedError
 
     def step(self, state: State, total: Tensor, info: Info) -> State:
-        """Return the state after a question.
+        """Return the state after a question was answered.
 
         Args:
-            state: before it.
-            total: sum of the answers ``[k]``.
+            state: state before the question.
+            total: sum of the answers, ``[k]``.
             info: facts about the sum.
 
         Raises:
@@ -390,47 +422,47 @@ class Analysis(Value):
         raise NotImplementedError
 
     def result(self, state: State) -> pa.Table:
-        """Return the table of a finished analysis."""
+        """Return the table that is the result of a finished analysis."""
         raise NotImplementedError
 
     def model(self, state: State) -> nn.Module | None:
-        """Return the predictor of a finished analysis, or None if the analysis does not make a predictor.
+        """Return the predictor that a finished analysis has computed, or None if the analysis does not compute one.
 
-        The predictor maps inputs ``[b, *shape]``, in the form of the federation's models, to outputs ``[b, c]``.
+        The predictor maps inputs ``[b, *shape]``, in the form that the federation's models use, to outputs ``[b, c]``.
         """
         return None
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
-        """Return the table of an analysis that reads a run, and notes about the table."""
+        """Return the table of an analysis that uses the models of a run, with notes about the table."""
         raise NotImplementedError
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
-        """Yield the further runs that the analysis needs for a method and a seed.
+        """Yield the additional runs that the analysis needs for one method and one seed.
 
         Args:
-            setting: setting of the run.
-            fed: its clients.
-            result: result of the complete run.
+            setting: setting of the complete run.
+            fed: clients of the complete run.
+            result: result of the complete run, which includes all clients.
         """
         yield from ()
 
     @property
     def runs_further(self) -> bool:
-        """True if the analysis needs further runs."""
+        """True if the analysis needs additional runs."""
         return type(self).units is not Analysis.units
 
     @property
     def by_sums(self) -> bool:
-        """True if the analysis works by sums."""
+        """True if the analysis is computed from sums over clients."""
         return type(self).answer is not Analysis.answer
 
     def find_name(self) -> str:
-        """Return the name in files, for user code without the module."""
+        """Return the name of the analysis in files. For an analysis written by a user, the module is left out."""
         return kind_of(self).rpartition(":")[2]
 
 
 def require_questions(analysis: Analysis) -> None:
-    """Raise if an analysis does not work by sums.
+    """Raise if an analysis is not computed from sums over clients.
 
     Raises:
         ConfigError: the analysis does not define `answer`.
@@ -440,7 +472,7 @@ def require_questions(analysis: Analysis) -> None:
 
 
 def needs_run(analysis: Analysis) -> ConfigError:
-    """Return the error for an analysis of models if there is no run."""
+    """Return the error for an analysis that needs the models of a run although there is no run."""
     return ConfigError(
         f"the analysis {kind_of(analysis)} needs the trained models of a run, but there is no run here",
         rule="analysis-needs-a-run",
@@ -450,7 +482,7 @@ def needs_run(analysis: Analysis) -> ConfigError:
 
 
 def _fitting(schema: Schema) -> str:
-    """Return the names of the analyses of rows that can read the data."""
+    """Return the names of the analyses of rows that fit the data, as part of a sentence."""
     from fedloom.analyses.registry import ANALYSES
 
     entries = {name: ANALYSES[name] for name in ANALYSES}

@@ -1,7 +1,7 @@
-"""Permutation importance of a table's columns at each client.
+"""Permutation importance of the columns of a table, at each client.
 
-Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10, computed with scikit-learn's
-`permutation_importance`.
+Reference: L. Breiman, "Random Forests", Machine Learning 2001, Section 10. The importance is computed with
+scikit-learn's `permutation_importance`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fedloom.seeds import generator, random_state
 from fedloom.tasks import Task
 
 PERMUTATION_REPEATS = 5
-"""Number of times that a column is permuted, as in scikit-learn's ``permutation_importance``."""
+"""Number of permutations of each column, as in scikit-learn's ``permutation_importance``."""
 MIN_IMPORTANCE_SAMPLES = 10
-"""Smallest number of test samples for a client to be analyzed."""
+"""Minimum number of test samples that a client needs for this analysis."""
 
 
 class Importance(Analysis):
-    """Loss in each client's leading metric when a column of its test part is permuted, after the last round."""
+    """Loss in the leading metric of each client when a column of its test part is permuted, after the last round."""
 
     kind: ClassVar[str] = "importance"
 
@@ -50,10 +50,10 @@ class Importance(Analysis):
 
 
 class PooledImportance(Analysis):
-    """Loss in accuracy and Brier score over all clients' test rows when a column is permuted within each client.
+    """Loss in accuracy and Brier score over the test rows of all clients when a column is permuted within each client.
 
-    Both metrics are sums over rows, so real sites can answer too. Metrics that rank rows, such as AUROC, are not sums:
-    `Importance` computes them in a simulation.
+    Both metrics are sums over rows, so that real sites can answer, too. Metrics that rank rows, such as AUROC, are not
+    sums. Such metrics are available in a simulation, with `Importance`.
     """
 
     kind: ClassVar[str] = "pooled-importance"
@@ -115,7 +115,7 @@ class PooledImportance(Analysis):
         return table_of(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
 
     def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
-        """Return the number of hits, and the sum of squared errors of probabilities (halved for two classes)."""
+        """Return the number of correct predictions, and the squared error of probabilities (halved for two classes)."""
         outputs, label = compute_outputs(rows, self.model_kind, inputs), rows.y[:, 0].long()
         if classes == 2 and outputs.shape[1] == 1:
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
@@ -125,7 +125,10 @@ class PooledImportance(Analysis):
 
 
 def _permutations(rows: ClientRows) -> Iterator[Tensor]:
-    """Yield sources ``[N]`` of permuted rows: the next row by digest, regardless of the original order of rows."""
+    """Yield permutations of rows, as the source of each row ``[N]``.
+
+    The permutations depend on digests of the rows, but not on their order.
+    """
     cells = torch.cat([rows.x, rows.y], 1).numpy()
     for repeat in range(PERMUTATION_REPEATS):
         key = f"importance {repeat}".encode()
@@ -137,7 +140,7 @@ def _permutations(rows: ClientRows) -> Iterator[Tensor]:
 
 
 def check_importance(fed: Federation) -> Table:
-    """Return the table whose columns are permuted.
+    """Return the table whose columns can be permuted.
 
     Raises:
         ConfigError: the samples are not rows of a table.
@@ -152,11 +155,11 @@ def check_importance(fed: Federation) -> Table:
 
 
 def importance(result: Result) -> pa.Table:
-    """Measure how much a client's leading test metric worsens when a column is permuted at this client.
+    """Measure how much the leading test metric of a client gets worse when a column is permuted at this client.
 
-    A column is permuted together with all features derived from it: levels, and the flag of missing cells. Table with
-    the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS` permutations), and spread (their
-    standard deviation).
+    A column is permuted together with all features that are derived from it, which are its levels and the flag of
+    missing cells. Table with the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS`
+    permutations), and spread (standard deviation over these permutations).
     """
     job = result.job
     check_importance(job.eval_fed)
@@ -179,13 +182,15 @@ def importance(result: Result) -> pa.Table:
 
 
 class Scored:
-    """A client's model for scikit-learn: entry ``[i, j]`` of X is the row from which sample i gets its column j.
+    """Wrapper of a client's model for scikit-learn.
+
+    Entry ``[i, j]`` of X is the row from which sample i takes its column j.
 
     Args:
-        run: function that returns outputs ``[N, k]`` of the model on features.
-        task: task with the metrics.
-        fed: the samples of a table.
-        index: samples of the client.
+        run: function that computes the model's outputs ``[N, k]`` from features.
+        task: task that defines the metrics.
+        fed: federation whose samples are rows of a table.
+        index: indices of the client's samples.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], task: Task, fed: Federation, index: Tensor) -> None:
@@ -198,11 +203,11 @@ class Scored:
         self.lead = leading(self._scores(self.places))
 
     def fit(self, *_: object) -> Scored:
-        """Do nothing, because scikit-learn requires this method."""
+        """Do nothing. scikit-learn requires this method."""
         return self
 
     def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
-        """Return the leading metric. Higher is better."""
+        """Return the value of the leading metric. Higher is better."""
         value = float(self._scores(places)[self.lead])
         return value if metric(self.lead).higher else -value
 
@@ -213,12 +218,12 @@ class Scored:
 
 
 def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
-    """Return each column's name, the metric, and the mean and standard deviation of its loss under permutation.
+    """Return, for each column, its name, the metric, and the mean and standard deviation of the loss under permutation.
 
     Args:
-        scored: the client's model on its samples.
-        seed: seed of the run, which determines the permutations with the next argument.
-        client: its number.
+        scored: wrapper of the client's model with the client's samples.
+        seed: seed of the run. Together with ``client``, the seed determines the permutations.
+        client: number of the client.
     """
     from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for
 

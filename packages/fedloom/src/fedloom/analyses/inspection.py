@@ -1,4 +1,4 @@
-"""Models at single clients after the last round: confusion counts, and representations projected onto the plane."""
+"""Analyses of models at single clients after the last round: confusion counts, and projections of representations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 
 FEWEST_SAMPLES = 5
-"""Smallest number of test samples of a client for t-SNE."""
+"""Minimum number of test samples that a client needs for t-SNE."""
 TSNE_PERPLEXITY = 30.0
-"""Perplexity of t-SNE, which is scikit-learn's default. It is smaller if a client has few samples."""
+"""Perplexity of t-SNE, which is the default of scikit-learn. For a client with few samples, a smaller perplexity is
+used."""
 
 
 class Confusion(Analysis):
-    """Counts of predicted classes by true class on each client's test part, after the last round."""
+    """Numbers of samples by true and predicted class on the test part of each client, after the last round."""
 
     kind: ClassVar[str] = "confusion"
 
@@ -47,7 +48,7 @@ class Confusion(Analysis):
 
 
 class Tsne(Analysis):
-    """Test samples of some clients, projected onto the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
+    """Projections of some clients' test samples onto the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
 
     kind: ClassVar[str] = "tsne"
     clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the selected clients")
@@ -73,9 +74,9 @@ class Tsne(Analysis):
 
 
 def confusion(result: Result) -> pa.Table:
-    """Return confusion counts on each client's test part: client, model, true, predicted, count.
+    """Return confusion counts on each client's test part, in the columns client, model, true, predicted, count.
 
-    Classes are given by their codes. Cells without a sample are omitted. Rows are sorted.
+    Classes are given by their codes. Cells without any sample are left out. Rows are sorted.
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
@@ -104,13 +105,13 @@ def confusion(result: Result) -> pa.Table:
 
 
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
-    """Return t-SNE coordinates of the head's inputs for clients' test samples: client, model, label, x, y.
+    """Return t-SNE coordinates of the head's inputs for test samples of clients: client, model, label, x, y.
 
-    Also return notes about omitted clients.
+    Also return notes about clients that are left out.
 
-    The model is the client's personal model, or the global model if there are no personal models (FedSLR, Fig. 4). Each
-    client has a separate projection, determined by the run's seed. A label is the code of a class, or NaN without
-    classes.
+    The model is the personal model of the client, or the global model if there are no personal models (FedSLR, Fig. 4).
+    Each client has its own projection, which is determined by the seed of the run. A label is the code of a class, or
+    NaN if there are no classes.
     """
     from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
 

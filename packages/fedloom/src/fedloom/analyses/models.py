@@ -1,4 +1,4 @@
-"""Models of a run as functions of inputs, client by client, for analyses that read models."""
+"""Models of a run as functions of inputs, one client at a time, for analyses that use models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MODELS_TOGETHER = 32
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients and their models, with the models' normalization statistics set.
+    """Yield clients with their models, in which the normalization statistics are set.
 
-    Nothing is yielded if there is no such model.
+    If the run does not have such models, nothing is yielded.
 
-    The statistics of the global model are the cohort's or the client's own (see `Evaluate.batchnorm_stats`).
+    The statistics of the global model are those of the cohort or of the client itself (see `Evaluate.batchnorm_stats`).
     """
     oracle, separately = result.job.oracle, result.job.setting.evaluate.batchnorm_stats == "own"
     if model not in result.models.kinds():
@@ -45,7 +45,10 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
 
 
 def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tensor], Tensor]]]:
-    """Return a function from a client's number to its models by kind, each of which maps inputs to outputs."""
+    """Return a function that maps a client's number to its models by kind.
+
+    Each of these models maps inputs to outputs.
+    """
     kinds = [kind for kind in ("global", "personal") if kind in result.models.kinds()]
 
     def function_of(kind: str, client: int) -> Callable[[Tensor], Tensor]:
@@ -59,15 +62,15 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
 
 
 def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
-    """Return outputs ``[N, k]`` of a model for inputs ``[N, *shape]`` of a client's rows, float64.
+    """Return a model's outputs ``[N, k]`` for inputs ``[N, *shape]`` of a client's rows, as float64.
 
-    They are computed with the rows ordered by their cells. Otherwise, float32 sums over a batch would depend on the
-    order.
+    The outputs are computed with the rows sorted by their cells, because float32 sums over a batch would otherwise
+    depend on the order of the rows.
 
     Args:
-        client: rows of the client.
+        client: client whose rows are used.
         kind: kind of the model.
-        inputs: inputs of the rows, for instance with a permuted column.
+        inputs: inputs of the rows, in which a column may be permuted, for instance.
 
     Raises:
         Refused: the run has no model of this kind.

@@ -1,4 +1,4 @@
-"""Single test samples after the last round: their predictions, and scores of groups within clients."""
+"""Analyses of single test samples after the last round: predictions, and scores of groups within clients."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fedloom.errors import Refused
 from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 
 GroupScore = tuple[int, str, str, str, float]
-"""Client (-1: all clients together), model, group, metric and value."""
+"""Client (-1 for all clients together), model, group, metric and value."""
 MAX_OUTPUTS = 64
-"""Largest number of outputs per sample for which predictions are stored."""
+"""Maximum number of outputs per sample for which predictions are stored."""
 
 
 class KeptPredictions(Analysis):
-    """Prediction of each test sample, after the last round: for calibration, net benefit, and who gains."""
+    """Predictions for every test sample after the last round, from which calibration or net benefit can be computed."""
 
     kind: ClassVar[str] = "predictions"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise if a federation's models have too many outputs.
+        """Raise if the models of a federation have too many outputs.
 
         Raises:
-            ConfigError: a sample has a label per position, or more than `MAX_OUTPUTS` outputs.
+            ConfigError: samples have a label per position, or more than `MAX_OUTPUTS` outputs.
         """
         if fed.data.each or fed.data.outputs > MAX_OUTPUTS:
             raise Refused(
@@ -49,7 +49,7 @@ class KeptPredictions(Analysis):
 
 
 class Groups(Analysis):
-    """Scores of groups of rows within each client's test part, after the last round."""
+    """Scores of groups of rows within the test part of each client, after the last round."""
 
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
@@ -72,7 +72,10 @@ class Groups(Analysis):
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield kinds of models with outputs ``[N, k]`` on test samples, and the samples' indices and clients ``[N]``."""
+    """Yield each kind of model with its outputs on the test samples, the samples' indices and their clients.
+
+    The outputs have the shape ``[N, k]``, the indices and the clients ``[N]``.
+    """
     job, kinds = result.job, result.models.kinds()
     outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
     for kind, (outputs, index, sizes) in outputs_of.items():
@@ -87,11 +90,12 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 
 
 def predictions(result: Result) -> pa.Table:
-    """Return a table: client, model, row (index in the data), target [, event, subject], and predictions.
+    """Return a table with the columns client, model, row (index in the data), target [, event, subject], predictions.
 
-    A multilabel task has "target <k>" for every label, NaN if it is unknown. Predictions are probabilities of classes
-    or labels (for a binary task of the second class), values in units of the label, means of counts, and for a survival
-    task risks by the horizon, or log hazards without a horizon.
+    For a multilabel task, there is a column "target <k>" for every label, which is NaN if the label is unknown.
+    Predictions are probabilities of classes or labels (of the second class in a binary task), values in the unit of the
+    target, or means of counts. For a survival task, the predictions are risks by the horizon, or log hazards if there
+    is no horizon.
     """
     data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
     for kind, outputs, index, owner in _final(result):
@@ -122,17 +126,17 @@ def predictions(result: Result) -> pa.Table:
 
 
 def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
-    """Return a table with the columns client (-1: all clients together), model, subgroup, metric, value.
+    """Return a table with the columns client (-1 for all clients together), model, subgroup, metric and value.
 
     The first metric of a group is its number of samples.
 
-    For groups with fewer samples (or subjects, if known) than `least`, in total, in a class or in events, this is the
-    only metric.
+    This number is the only metric if the group has fewer than `least` samples (or subjects, if known) in total, in one
+    of the classes or among the events.
 
     Args:
         result: result of a run.
-        by: columns, or thresholds on columns.
-        least: smallest number of rows or subjects of each kind in an evaluated group.
+        by: columns, or thresholds on columns, that define the groups.
+        least: minimum number of rows, or of subjects, that a group needs in total, in each class and among the events.
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
@@ -155,5 +159,5 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
 
 def group_table(rows: Sequence[GroupScore]) -> pa.Table:
-    """Scores of groups, as a table."""
+    """Return scores of groups in the form of a table."""
     return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, subgroup=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)

@@ -1,6 +1,6 @@
-"""Analyses by name.
+"""Registry of analyses by name.
 
-Listing a name imports nothing, and packages can add analyses through the entry point group of this name.
+Listing the names imports nothing. Packages can add analyses through the entry point group of this name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ GROUP_NAME = "fedloom.analyses"
 
 
 class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
-    """Analysis classes by name, each imported on first use.
+    """Classes of analyses by name. Each class is imported on first use.
 
     Args:
-        places: import paths of the library's analyses, as ``"package.module:Class"``.
+        places: import paths of the library's own analyses, as ``"package.module:Class"``.
     """
 
     def __init__(self, places: Mapping[str, str]) -> None:
@@ -29,7 +29,7 @@ class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
 
     @cached_property
     def places(self) -> dict[str, str]:
-        """Import path of every analysis by name, in order."""
+        """Import paths of all analyses by name, in the order in which they are listed."""
         added = {entry.name: entry.value for entry in entry_points(group=GROUP_NAME)}
         return dict(sorted({**added, **self._own}.items()))
 
@@ -58,7 +58,7 @@ ANALYSES = AnalysisRegistry(
 
 
 def name_of(analysis: Analysis) -> str:
-    """Return the name of an analysis in files: its kind, or its import path for user code."""
+    """Return the name of an analysis in files, which is its kind, or its import path if a user wrote it."""
     from fedloom.imports import path_of  # pydantic is slow to import, and names alone need none
     from fedloom.values import kind_of
 

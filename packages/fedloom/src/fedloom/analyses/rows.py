@@ -1,4 +1,4 @@
-"""Rows of a client as an analysis sees them, and the schema that all clients share."""
+"""Rows of a client in the form that analyses use, and the schema that all clients share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Schema:
-    """Columns, levels and ranges that all clients have agreed on.
+    """Columns, levels and ranges on which all clients have agreed.
 
     Args:
         name: name of the data set.
-        task: kind of the targets.
-        columns: columns of `ClientRows.x`, in order: names, levels of codes, units and agreed ranges.
-        classes: names of the classes. It is empty if targets are numbers.
-        outputs: number of outputs of a model for the task.
-        target_ranges: agreed range of each number in a target. None if no range is agreed.
-        levels: names of the codes of each kept column.
-        is_table: True if a sample is a table row.
+        task: kind of targets.
+        columns: columns of `ClientRows.x` in order, with their names, the levels of codes, units and agreed ranges.
+        classes: names of the classes. Empty if the targets are numbers.
+        outputs: number of outputs that a model for the task has.
+        target_ranges: agreed range of each number in a target. An entry is None if no range is agreed.
+        levels: names that belong to the codes of each kept column.
+        is_table: True if samples are rows of a table.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Schema:
     is_table: bool = True
 
     def place(self, column: str) -> int | None:
-        """Return the number of a column, or None for an unknown name."""
+        """Return the number of a column, or None if there is no column of this name."""
         names = [c.name for c in self.columns]
         return names.index(column) if column in names else None
 
@@ -52,15 +52,17 @@ class ClientRows:
     """Rows of one client.
 
     Args:
-        x: raw columns ``[N, p]`` float64 in the order of the schema: numbers, or codes of levels. NaN marks a missing
-            cell. If samples are not table rows, x contains their features.
-        y: targets ``[N, k]`` float64: a class number, numbers in units of the label, or time and event.
-        part: part of each row ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
-        subjects: numbers of the people or things that the rows describe ``[N]`` int64.
-        columns: codes ``[N]`` int64 for each kept column of the schema.
-        fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` as a model receives them.
+        x: raw columns ``[N, p]`` float64 in the order of the schema, which contain numbers or the codes of levels. A
+            missing cell is NaN. If samples are not rows of a table, x contains their features.
+        y: targets ``[N, k]`` float64, which are a class number, numbers in the unit of the target, or a time and an
+            event.
+        part: part that each row belongs to, ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
+        subjects: numbers of the persons or things that the rows describe, ``[N]`` int64.
+        columns: codes of each column that the schema keeps, ``[N]`` int64.
+        fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the form that models use.
         place: index of the client in the sizes of the terms.
-        models: models of a run by kind ("global", "personal", "hybrid"), each a function of inputs. Empty without.
+        models: models of a run by kind ("global", "personal", "hybrid"). Each of these models is a function of inputs.
+            Empty if there is no run.
     """
 
     x: Tensor
@@ -77,12 +79,12 @@ class ClientRows:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """Inputs of all rows ``[N, *shape]`` as a model receives them."""
+        """Inputs of all rows ``[N, *shape]`` in the form that models use."""
         rows = torch.arange(len(self))
         return self.x if self.fetch is None else self.fetch(rows)
 
     def select(self, rows: Tensor) -> ClientRows:
-        """Return the client with only some of its rows, given by positions ``[m]`` or flags ``[N]``."""
+        """Return the client with only some of its rows, which are given by positions ``[m]`` or flags ``[N]``."""
         at = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
         fetch = self.fetch
         return replace(
@@ -102,7 +104,7 @@ class ClientRows:
 
 
 def schema_of(data: Dataset) -> Schema:
-    """Return the schema of a data set, either raw or prepared by a federation."""
+    """Return the schema of a data set, which may be raw or prepared by a federation."""
     table = _table_of(data)
     width = data.x[0].numel() if len(data) else 0
     columns = Table.numeric(max(width, 1)).columns if table is None else table.columns
@@ -116,12 +118,12 @@ def schema_of(data: Dataset) -> Schema:
 def client_rows(
     fed: Federation, client: int, models: Mapping[str, Callable[[Tensor], Tensor]] | None = None
 ) -> ClientRows:
-    """Return the rows of one client of a federation, from all parts.
+    """Return the rows of one client in a federation, from all parts.
 
     Args:
-        fed: federation of the client.
+        fed: federation that contains the client.
         client: number of the client.
-        models: models of a run, by kind.
+        models: models of a run by kind.
     """
     index = [fed.indices(part, client).cpu() for part in DATA_PARTS]
     rows = torch.cat(index)
@@ -135,7 +137,10 @@ def client_rows(
 
 
 def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
-    """Return the rows of each user of a data set by name, or all rows as one client if there are no users."""
+    """Return the rows of each user of a data set, keyed by name.
+
+    If there are no users, all rows belong to one client.
+    """
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     names = ("all",) if data.users is None else data.user_names
     places = {name: (owner == k).nonzero().flatten() for k, name in enumerate(names)}
@@ -144,9 +149,9 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
 
 
 def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
-    """Return the schema with the pooled range for each range that is not agreed, and the names of these ranges.
+    """Return the schema with pooled ranges in place of those that are not agreed, and the names of these ranges.
 
-    Pooled ranges are for simulations only. Real sites must agree on ranges, because pooled ranges reveal values of
+    Pooled ranges are only for simulations. Real sites must agree on ranges, because pooled ranges reveal values of
     single rows.
     """
     x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))

@@ -1,7 +1,7 @@
-"""Run of an analysis in one process, and the parts of a run that are the same wherever it runs.
+"""Functions that run an analysis in one process, and those that are shared by all other ways to run it.
 
-`answer_question` runs at the client, and `run_questions` runs in the process that asks. Everything in between only
-transports questions and sums.
+`answer_question` runs at the client, and `run_questions` runs in the process that asks the questions. The code between
+them only transports questions and sums.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from fedloom.values import dump, kind_of, make, make_kind
 
 SUM_FILE = "sum-{:04}.bin"
 SUM_FORM = {"sum": {"total": 1, "info": 1}}
-"""Declared form of a sum in a checkpoint."""
+"""Form in which a sum is stored in a checkpoint."""
 
 
 class Answer(NamedTuple):
-    """A client's answer as it leaves the client.
+    """Answer of a client in the form in which it leaves the client.
 
     Attributes:
-        values: values ``[k]`` float64 within the bounds.
-        clipped: number of values that were outside the bounds.
-        neutral: True if the client has rows but answers zeros, because it has too few subjects or declines to answer.
+        values: numbers within the bounds, ``[k]`` float64.
+        clipped: number of values that were outside their bounds.
+        neutral: True if the client has rows but answers with zeros, because it has too few subjects or declines to
+            answer.
         rows: number of rows on which the answer is based.
     """
 
@@ -62,7 +63,7 @@ class Answer(NamedTuple):
 
 
 class SumRecord(NamedTuple):
-    """Question together with the sum of its answers."""
+    """Question, with the sum of the answers to it."""
 
     question: Question
     total: Tensor
@@ -70,7 +71,7 @@ class SumRecord(NamedTuple):
 
 
 Ask = Callable[[Question, Bounds], tuple[Tensor, Info]]
-"""Function that sends a question to all clients, and returns the sum of their answers ``[k]``."""
+"""Function that sends a question to all clients and returns the sum of their answers ``[k]`` with facts about it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +80,10 @@ class AnalysisResult:
 
     Attributes:
         analysis: the analysis.
-        table: table of the result.
-        log: log of questions, with the sums.
-        notes: sentences about the data and about omitted parts.
-        model: predictor, if the analysis makes a predictor.
+        table: table that is the result.
+        log: all questions with their sums.
+        notes: sentences about the data and about parts that are left out.
+        model: predictor, if the analysis computes one.
     """
 
     analysis: Analysis
@@ -114,26 +115,26 @@ def analyze(
     folder: Path | str | None = None,
     **options: object,
 ) -> AnalysisResult:
-    """Return the result of an analysis of all clients' rows (computed from sums alone), or of the models of a run.
+    """Run an analysis of all clients' rows, computed from sums alone, or of a run's models, and return its result.
 
     >>> import numpy as np
     >>> clients = {"north": ([[1.0], [2.0]], [0, 1]), "south": ([[3.0], [6.0]], [1, 0])}  # doctest: +SKIP
     >>> fl.analyze("table-1", clients).table  # doctest: +SKIP
 
     Args:
-        analysis: analysis, its name in `fedloom.analyses.ANALYSES`, or an import path.
-        clients: a `Federation`, a `Dataset` whose users are the clients, or any value that `Federation.create` or
+        analysis: an analysis, its name in `fedloom.analyses.ANALYSES`, or its import path.
+        clients: a `Federation`, a `Dataset` whose users are the clients, or a value that `Federation.create` or
             `Dataset.create` accepts. For an analysis of models, the `Result` of a run.
-        rules: rules on which the clients agree (`Rules`), as a value or a table of options. None: the rules that the
-            analysis provides.
-        folder: folder in which every sum is saved, so that the same call resumes an interrupted analysis. None: sums
-            are not saved.
-        options: options of an analysis that is passed by name.
+        rules: rules on which the clients agree (`Rules`), as a value or a table of options. If None, the rules in the
+            analysis are used.
+        folder: folder in which every sum is saved, so that repeating the call resumes an interrupted analysis. If None,
+            sums are not saved.
+        options: options for an analysis that is given by name.
 
     Raises:
-        ConfigError: an analysis or option is unknown, or the analysis does not apply to the data.
-        DataError: the analysis has no answer, or an answer is outside its bounds.
-        CheckpointError: the folder contains a different analysis.
+        ConfigError: an analysis or an option is unknown, or the analysis does not fit the data.
+        DataError: the analysis has no result, or an answer is outside its bounds.
+        CheckpointError: the folder belongs to a different analysis.
     """
     value = analysis_of(analysis, options)
     if not isinstance(rules, Rules | Mapping | None):
@@ -164,10 +165,10 @@ def analyze(
 
 
 def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:
-    """Return the analysis that a value, a name with options, or a table with its ``kind`` describes.
+    """Return the analysis given by a value, by a name with options, or by a table with its ``kind``.
 
     Raises:
-        ConfigError: a name or option is unknown, or options are passed together with a value.
+        ConfigError: a name or an option is unknown, or options are given together with a value.
     """
     if isinstance(analysis, Analysis):
         if options:
@@ -191,21 +192,21 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
 def run_questions(
     analysis: Analysis, terms: AnalysisTerms, ask: Ask, folder: Path | None = None
 ) -> tuple[State, list[SumRecord]]:
-    """Return the last state of an analysis, with the log of its questions.
+    """Run an analysis to its end, and return its last state and the log of its questions.
 
-    The state is a function of the sums, so a checkpoint contains only the sums: one file is written after every sum. An
-    interrupted run asks only the remaining questions.
+    The state follows from the sums, so a checkpoint contains only sums. One file is written after every sum. If a run
+    was interrupted, only the remaining questions are asked.
 
     Args:
-        analysis: analysis by sums.
+        analysis: analysis that is computed from sums.
         terms: public facts about the analysis.
         ask: function that sends a question to all clients.
-        folder: folder in which sums are saved. None: sums are not saved.
+        folder: folder in which sums are saved. If None, sums are not saved.
 
     Raises:
         ConfigError: the analysis asks more questions than agreed.
-        DataError: a number of an answer was outside its bounds.
-        CheckpointError: the folder contains a different analysis, or a damaged sum.
+        DataError: a number in an answer was outside its bounds.
+        CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
     """
     log = list[SumRecord]()
     kept = SumFolder(folder, analysis, terms) if folder is not None else None
@@ -217,6 +218,7 @@ def run_questions(
             question = analysis.question(state)
         if question is None:
             return state, log
+        question.check_form(analysis.questions)
         if len(log) == terms.rules.questions:
             raise Refused(
                 f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
@@ -237,10 +239,10 @@ def run_questions(
 
 
 def check_info(analysis: Analysis, question: Question, info: Info) -> None:
-    """Raise if numbers in a sum were clipped, because it is then not a sum of answers, and no result may include it.
+    """Raise if numbers in a sum were clipped, because such a sum must not be used for a result.
 
     Raises:
-        DataError: a number was clipped.
+        DataError: at least one number was clipped.
     """
     if info.clipped:
         raise DataError(
@@ -252,19 +254,21 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
 def answer_question(
     analysis: Analysis, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds, where: str
 ) -> Answer:
-    """Return a client's answer within the bounds. A client with fewer subjects than agreed answers zeros.
+    """Return the answer of a client, clipped to the bounds.
+
+    A client that has fewer subjects than agreed answers with zeros.
 
     Args:
-        analysis: analysis by sums.
-        question: question as the client received it.
+        analysis: analysis that is computed from sums.
+        question: question in the form in which the client received it.
         client: rows of the client.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
         where: name of the client, used in messages.
 
     Raises:
-        ConfigError: the analysis does not answer the question.
-        CodeError: the answer has the wrong shape or type, or is not finite.
+        ConfigError: the analysis does not answer this question.
+        CodeError: the answer has the wrong shape or dtype, or it is not finite.
     """
     with attribute_error("analysis", analysis, f"the answer of {where}"):
         analysis.check_question(question, terms)
@@ -287,9 +291,9 @@ def answer_question(
 
 
 def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
-    """Return the sum of answers, and facts about the sum.
+    """Return the sum of answers, with facts about the sum.
 
-    Numbers are added exactly (`math.fsum`), so the order of clients does not change any bit.
+    Numbers are added exactly (`math.fsum`), so the sum is bitwise the same for any order of the clients.
     """
     columns = zip(*(reply.values.tolist() for reply in answers), strict=True)
     total = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64)
@@ -298,12 +302,12 @@ def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
 
 
 class SumFolder:
-    """Sums of one analysis in a folder, one file per sum.
+    """Folder with the sums of one analysis, one file per sum.
 
     Args:
-        folder: folder, which is created if it does not exist.
-        analysis: analysis to which the sums belong.
-        terms: terms of the analysis.
+        folder: path of the folder, which is created if it does not exist.
+        analysis: analysis that the sums belong to.
+        terms: public facts about the analysis.
 
     Raises:
         CheckpointError: the folder contains the sums of a different analysis or of different data.
@@ -329,10 +333,10 @@ class SumFolder:
         write_atomic(path, text.encode())
 
     def read(self, place: int, question: Question) -> SumRecord | None:
-        """Return the sum of a question, or None if the folder does not contain it.
+        """Return the sum for a question, or None if the folder does not contain it.
 
         Raises:
-            CheckpointError: the sum is damaged, or belongs to a different question.
+            CheckpointError: the sum is damaged or belongs to a different question.
         """
         path = self._folder / SUM_FILE.format(place + 1)
         if not path.exists():
@@ -348,7 +352,7 @@ class SumFolder:
         return SumRecord(question, sums["total"], Info(*(int(count) for count in sums["info"].tolist())))
 
     def write(self, place: int, record: SumRecord) -> None:
-        """Write a sum to the folder."""
+        """Write the sum for a question to the folder."""
         sums = Question("sum", {"total": record.total, "info": torch.tensor([*record.info], dtype=torch.float64)})
         body = record.question.encode() + sums.encode()
         write_atomic(self._folder / SUM_FILE.format(place + 1), self._hash(body) + body)
@@ -358,7 +362,7 @@ class SumFolder:
 
 
 def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
-    """Return the schema with a range for each number, the rows of each client by name, and notes.
+    """Return the schema with a range for each number, the rows of each client keyed by name, and notes.
 
     Raises:
         ConfigError: see `analyze`.

@@ -1,6 +1,6 @@
-"""Analysis written as a single function that asks questions, such as Newton's method.
+"""Analyses written as a single function that asks questions, which suits Newton's method, for instance.
 
-Its state is the list of sums so far.
+The state of such an analysis is the list of the sums so far.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from fedloom.analyses.form import Analysis, AnalysisTerms, Info, Question
 
 Total = tuple[Tensor, Info]
-"""Sum of the answers ``[k]`` to a question, and the known facts about the sum."""
+"""Sum of the answers to a question ``[k]``, with facts about the sum."""
 
 
 class _Pending(BaseException):
-    """Signal that carries the function's next question. The code of an analysis does not catch it by accident."""
+    """Signal with the next question of the function.
+
+    The signal is a `BaseException`, so the code of an analysis does not catch it by accident.
+    """
 
     def __init__(self, question: Question) -> None:
         super().__init__()
@@ -28,12 +31,12 @@ class _Pending(BaseException):
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """Answers that a script has received so far.
+    """Answers that a scripted analysis has received so far.
 
     Args:
-        script: analysis written as a script.
+        script: the scripted analysis.
         terms: public facts about the analysis.
-        totals: sums of the answers to its questions, in order.
+        totals: sums of the answers to the analysis' questions, in order.
     """
 
     script: ScriptedAnalysis
@@ -42,7 +45,7 @@ class Transcript:
 
     @cached_property
     def outcome(self) -> Question | tuple[pa.Table, nn.Module | None]:
-        """The next question, or the table and the predictor at the end."""
+        """Next question of the analysis. After the last question, the table and the predictor."""
         totals = iter(self.totals)
 
         def ask(question: Question) -> Total:
@@ -58,21 +61,21 @@ class Transcript:
 
 
 class ScriptedAnalysis(Analysis):
-    """Analysis by sums written as a single function `conclude`, which is run again from the start after every sum.
+    """Analysis written as a single function `conclude`, which is run again from its beginning after every sum.
 
-    The code between two questions should therefore take little time. `conclude` must be pure: equal sums lead to equal
-    questions.
+    The code between two questions should therefore not take much time. `conclude` must be pure, so that equal sums lead
+    to equal questions.
     """
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, nn.Module | None]:
-        """Return the table and the predictor, which is None if the analysis makes no predictor.
+        """Return the table and the predictor. The predictor is None if the analysis does not compute one.
 
         Args:
-            ask: function that sends a question to all clients, and returns the sum of their answers.
+            ask: function that sends a question to all clients and returns the sum of their answers.
             terms: public facts about the analysis.
 
         Raises:
-            DataError: the analysis has no answer.
+            DataError: the analysis has no result.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Choices of the server: the clients of a round, their weights, and the mixture that each client receives."""
+"""Choices that the server makes: the clients of a round, their weights, and the mixture that each client receives."""
 
 from fedloom.choose.mixers import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity
 from fedloom.choose.samplers import (

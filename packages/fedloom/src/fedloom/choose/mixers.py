@@ -1,4 +1,4 @@
-"""Mixers: every client receives a mixture of the clients' last models instead of one global model."""
+"""Mixers, with which every client receives a mixture of the clients' last models instead of one global model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fedloom.values import Value
 
 Among = Literal["cohort", "seen", "all"]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Combines a client's own model ``[d]`` and the models of its mixture ``[k, d]``, with their weights ``[k, 1]`` and
-ids, into one model ``[d]``."""
+"""Function that combines a client's own model ``[d]`` with the models ``[k, d]`` of its mixture, given their weights
+``[k, 1]`` and ids, and returns one model ``[d]``."""
 Similarity = Literal["model", "change"]
 WEIGHT_ERROR = 1e-6
-"""Largest rounding error in a sum of weights. Sums of weights lie between whole numbers at distances of at least
-1/n^2."""
+"""Upper limit on the rounding error in a sum of weights. A sum of weights that is not a whole number differs from the
+nearest one by at least 1/n^2."""
 
 
 class Mixer(Value, ABC):
-    """Computes a separate mixture of the clients' last models for each client.
+    """Rule that computes, for each client, a separate mixture of the clients' last models.
 
-    A mixer has no state: the server stores the models.
+    A mixer has no state, because the server stores the models.
     """
 
     kind: ClassVar[str]
@@ -49,18 +49,19 @@ class Mixer(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """True if the mixer needs the models of all clients, instead of only the cohort's models."""
+        """True if the mixer needs the models of all clients, False if it needs only those of the cohort."""
         return self.among != "cohort"
 
     def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:
-        """Return the mixture ``[m, d]`` for each client of the cohort.
+        """Return a mixture for each client of the cohort, ``[m, d]``.
 
         Args:
-            models: last models ``[m, d]`` of the cohort, or ``[n, d]`` of all clients with `mixes_all`. A client that
-                has never participated has the initial model.
+            models: last models of the cohort ``[m, d]``, or with `mixes_all` of all clients ``[n, d]``. The initial
+                model represents a client that has never participated.
             start: initial model ``[d]``.
-            ctx: the cohort.
-            rule: function that combines the models of a mixture, in place of their weighted mean.
+
+            ctx: context with the cohort.
+            rule: function that combines the models of a mixture, used instead of their weighted mean.
         """
         place, ids = torch.arange(ctx.m), torch.arange(ctx.n) if self.mixes_all else ctx.ids
         if self.mixes_all:
@@ -77,38 +78,37 @@ class Mixer(Value, ABC):
         return self.move_models(models[place], torch.stack(rows), ctx)
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the mixtures ``[m, d]`` for clients at positions ``place [m]`` in the attended ``models [k, d]``."""
+        """Return mixtures ``[m, d]`` for the clients at the positions ``place [m]`` in the mixed ``models [k, d]``."""
         return self.weights(models, start, ctx)[place] @ models
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Return the models that clients receive whose last models are ``last_models [m, d]``.
+        """Return the models that clients receive, given their last models ``last_models [m, d]`` and their mixtures.
 
-        By default, these are their mixtures.
+        By default, clients receive their mixtures.
         """
         return mixtures
 
     @abstractmethod
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the weight of each model in each mixture, ``[k, k]``. Each row sums to 1."""
+        """Return the weight of each model in each mixture, ``[k, k]``. The sum of each row is 1."""
 
     def check(self, n: int) -> None:
-        """Raise if the mixer does not work for ``n`` clients.
+        """Raise if the mixer does not work with ``n`` clients.
 
         Raises:
-            ConfigError: the mixer does not work for this number. The message says why.
+            ConfigError: the mixer does not work with this number of clients. The message states the reason.
         """
 
 
 class Attention(Mixer):
-    """Mixes the models that are most similar to a client's own model, above a quantile, weighted by their cosines.
+    """Mixer of the models most similar to a client's own: those with cosines above a quantile, weighted by cosine.
 
     Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
 
-    Deviations: the same as for the method ``fedacs``, which trains locally from these mixtures. Attackers that send
-        copies with the same direction can fill the quantile with their own cosines, so that no honest client passes it.
-        With ``copies``, such copies count as one client. Attackers whose directions differ by more than this cosine
-        still count
-    separately.
+    Deviations: the same as those of the method ``fedacs``, in which clients train from these mixtures. Attackers that
+    send several copies with the same direction can fill the quantile with the cosines between copies, so that no honest
+    client exceeds it. With ``copies``, such copies are treated as a single client. Attackers are still treated
+    separately if the cosine between their models is below ``copies``.
     """
 
     kind: ClassVar[str] = "attention"
@@ -129,24 +129,24 @@ class Attention(Mixer):
     )
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """Eq. 4, or Eq. 3 if ``lam`` is given."""
+        """Return the models by Eq. 4, or by Eq. 3 if ``lam`` is set."""
         alpha = 1.0 if self.lam is None else self.lam * ctx.local.lr_at(max(ctx.round, 1))
         return (
             mixtures if alpha == 1 else torch.lerp(last_models, mixtures, alpha)
         )  # Eq. 3, grad R_i = w_i - sum_j s_ij w_j
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return s_ij where it is at least delta_k, divided by the sum over j."""
+        """Return s_ij where s_ij is at least delta_k, normalized such that the sum over j is 1."""
         return attention(models if self.similarity == "model" else models - start, self.quantile, self.copies)
 
 
 class Proximity(Mixer):
-    """Mixes models by their distances: one step of FedAMP's attraction between clients.
+    """Mixer that weights models by their distances, which performs one step of FedAMP's attraction between clients.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1, line 4.
 
-    Defaults: the same as for the method ``fedamp``: alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
+    Defaults: the same as for the method ``fedamp``, which are alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
     """
 
     kind: ClassVar[str] = "proximity"
@@ -161,17 +161,17 @@ class Proximity(Mixer):
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return u_i = sum_j xi_ij w_j."""
+        """Return the mixtures u_i = sum_j xi_ij w_j."""
         xi = self._self_and_peers(models, ctx)
         return ((1 - xi.sum(1, keepdim=True)) * models + xi @ models)[place]  # xi_ii = 1 - sum_{j != i} xi_ij
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """xi_ij."""
+        """Return the weights xi_ij."""
         xi = self._self_and_peers(models, ctx)
         return xi + torch.diag(1 - xi.sum(1))
 
     def _self_and_peers(self, models: Tensor, ctx: Ctx) -> Tensor:
-        """Return xi_ij for j other than i, with 0 on the diagonal."""
+        """Return xi_ij for j other than i, with zeros on the diagonal."""
         alpha = self.alpha or ctx.reach * ctx.rounds**0.5 / 2
         sigma = self.sigma or 2 * max(ctx.n - 1, 1) * alpha
         apart = algebra.distances(models).square()
@@ -181,7 +181,7 @@ class Proximity(Mixer):
 
 
 class Angles(Mixer):
-    """Mixes models by a softmax of their cosines: FedAMP's heuristic for deep networks.
+    """Mixer that weights models by a softmax of their cosines, which is FedAMP's heuristic for deep networks.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5.
@@ -194,12 +194,12 @@ class Angles(Mixer):
     )
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
+        """Return the mixtures u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
         self_weight, xi = self._self_and_peers(models)
         return (self_weight * models + (1 - self_weight) * (xi @ models))[place]  # (1 - xi_ii) softmax
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """xi_ij."""
+        """Return the weights xi_ij."""
         self_weight, xi = self._self_and_peers(models)
         return self_weight * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - self_weight) * xi
 
@@ -211,14 +211,16 @@ class Angles(Mixer):
 
 
 class ClusterMeans(Mixer):
-    """Sends every client the mean of its cluster. The clusters are found from the clients' last models.
+    """Mixer that sends every client the mean model of its cluster.
 
-    Reference: the outlook of Equitable-FL (arXiv:2410.19207), which proposes to use clusters as personalized models.
-    The
-        clustering follows the paper's Algorithm 1, with directions of models instead of activations.
+    The clusters are computed from the clients' last models.
 
-    Deviations: the models of the current cohort are clustered again in each round. If ``clusters`` is not given,
-    `clear_clusters` estimates it. If no clusters are clearly separated, all clients form one cluster.
+    Reference: the outlook of Equitable-FL (arXiv:2410.19207), which proposes clusters as a basis for personalized
+    models. The clustering follows Algorithm 1 of the paper, with the directions of models instead of activations.
+
+    Deviations: in each round, the models of the current cohort are clustered again. If ``clusters`` is not set,
+    `clear_clusters` estimates the number of clusters. If there are no clearly separated clusters, all clients form a
+    single cluster.
     """
 
     kind: ClassVar[str] = "clusters"
@@ -228,7 +230,7 @@ class ClusterMeans(Mixer):
     )
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return 1/|cluster| within a cluster, and 0 elsewhere."""
+        """Return 1/|cluster| for models in the same cluster, and 0 for all others."""
         a = directions(models if self.similarity == "model" else models - start)
         rng = random_state(ctx.rng("mixer"))
         labels = spectral_clusters(a, self.clusters, rng) if self.clusters else clear_clusters(a, rng)
@@ -246,11 +248,11 @@ class ClusterMeans(Mixer):
 
 
 def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:
-    """Return row-stochastic weights ``[m, m]`` of models ``w [m, d]``: cosines at or above the ``quantile`` of all m^2.
+    """Return weights ``[m, m]`` of models ``w [m, d]``: cosines at or above the ``quantile`` of all m^2, normalized.
 
-    With ``copies``, a model counts 1/c in the quantile and in mixtures, where c is the number of models, including
-    itself, whose cosine with it is at least ``copies``. k copies of a model thus count as much as one model. If there
-    are no copies, the option ``copies`` does not change the weights.
+    With ``copies``, a model has the weight 1/c in the quantile and in mixtures, where c is the number of models,
+    including itself, whose cosine with it is at least ``copies``. k copies of a model then have the same influence as a
+    single model. If there are no copies, ``copies`` has no effect on the weights.
     """
     direction = directions(w)
     s = direction @ direction.T
@@ -265,7 +267,7 @@ def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor
 
 
 def _quantile(s: Tensor, quantile: float, counts: Tensor | None) -> Tensor:
-    """Return the interpolated quantile of all entries, where entry (i, j) counts ``counts[i] * counts[j]`` times."""
+    """Return the interpolated quantile of all entries, where entry (i, j) has the weight ``counts[i] * counts[j]``."""
     ordered, order = s.flatten().sort()
     weights = torch.ones_like(ordered) if counts is None else (counts[:, None] * counts).flatten()[order]
     reached = weights.double().cumsum(0)

@@ -1,4 +1,4 @@
-"""Clients' shares in the objective: by samples, by groups, or by clusters found from activations."""
+"""Clients' shares in the objective, by samples, by groups, or by clusters that are computed from activations."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from fedloom.rows.attacks import Attack
 
 
 def uses_clusters(weights: object) -> bool:
-    """Return True if the shares are based on clusters that the run finds."""
+    """Return True if the shares depend on clusters that are computed in the run."""
     return isinstance(weights, str) and weights.startswith("clusters")
 
 
 def clusters_of(weights: object) -> int | None:
-    """Return the number of clusters that `Setting.weights` specifies, or None if it is estimated."""
+    """Return the number of clusters that `Setting.weights` contains, or None if the number is estimated."""
     number = str(weights).partition(" ")[0].partition("-")[2]
     return int(number) if number else None
 
 
 def period_of(weights: Any) -> int | None:
-    """Return the number of rounds after which clusters are found again, or None if they are found at most once."""
+    """Return the number of rounds after which clusters are computed again, or None if they are not computed again."""
     return int(str(weights).rpartition(" ")[2]) if uses_clusters(weights) and " every " in weights else None
 
 
 def column_of_shares(weights: Any) -> str | None:
-    """Return the column whose levels define the groups in `Setting.weights`, or None for any other rule."""
+    """Return the column in `Setting.weights` whose levels define the groups, or None if shares follow another rule."""
     return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
 
 
 def shares_of(weights: Any, fed: Federation) -> Tensor:
-    """Compute the clients' shares alpha_i in the objective, ``[n, 1]`` float64, which sum to 1.
+    """Return the clients' shares alpha_i in the objective, ``[n, 1]`` float64, whose sum is 1.
 
     Args:
-        weights: ``Setting.weights``.
-        fed: the clients. If shares are by samples, clients without training samples have no share.
+        weights: value of `Setting.weights`.
+        fed: federation with the clients. If shares are proportional to samples, clients without training samples have
+            the share 0.
 
     Raises:
-        ConfigError: the list has the wrong number of clients, no number is positive, or the column does not exist. Also
-            raised if a client is in no group, or has several levels of the column.
+        ConfigError: the list does not have one number per client, no number is positive, or the column does not exist.
+            The error is also raised if a client is in no group or has several levels of the column.
     """
     column = column_of_shares(weights)
     if weights == "samples":
@@ -77,12 +78,12 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
 
 def _alike(groups: Tensor) -> Tensor:
-    """Return masses ``[n]`` that weight all groups equally, and all clients within a group equally."""
+    """Return masses ``[n]`` with which all groups have equal weight, and so do all clients within a group."""
     return 1 / torch.bincount(groups)[groups].double()
 
 
 def _levels(column: str, fed: Federation) -> Tensor:
-    """Return each client's level ``[n]`` of a column. All training samples of a client must have the same level.
+    """Return the level ``[n]`` of a column at each client. All training samples of a client must have the same level.
 
     Raises:
         ConfigError: the column does not exist, a client has several levels, or a row has no level.
@@ -110,21 +111,21 @@ def _levels(column: str, fed: Federation) -> Tensor:
 
 
 def described(model: Tensor, work: Work, attack: Attack | None, attackers: Tensor) -> Tensor:
-    """Return the mean activations ``[m, k]`` that clients send after training a model ``[d]`` for one round."""
+    """Return the mean activations ``[m, k]`` that clients send after they trained a model ``[d]`` for one round."""
     activations = EquitableWeigher().probe(None, descend(model, work, stream="clusters"), work).cpu()
     return activations if attack is None else attack.disguised(activations, work.ids, attackers)
 
 
 def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tensor:
-    """Return Equitable-FL's p_i = 1/(C |cluster of i|), ``[n, 1]`` float64.
+    """Return the shares p_i = 1/(C |cluster of i|) of Equitable-FL, ``[n, 1]`` float64.
 
     Args:
-        clusters: C. None if this number is estimated.
-        activations: activations ``[n, k]`` of all clients (`described`).
-        ctx: all clients, in the round that starts with these shares, or before round 1.
+        clusters: C. If None, the number is estimated.
+        activations: activations of all clients ``[n, k]`` (`described`).
+        ctx: context with all clients, in the round that starts with these shares or before round 1.
 
     Raises:
-        RunStopped: the activations are not finite.
+        RunStopped: some activations are not finite.
     """
     finite = activations.isfinite().all(1)
     if not bool(finite.all()):
@@ -143,7 +144,7 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
     """Raise if the clients cannot form the required number of clusters.
 
     Raises:
-        ConfigError: there are more clusters than clients, or a client has no training samples and therefore no
+        ConfigError: there are more clusters than clients, or a client has no training samples, so that it has no
             activations.
     """
     if clusters is not None and clusters > ctx.n:
@@ -164,25 +165,25 @@ def check_clusters(clusters: int | None, ctx: Ctx) -> None:
 def cluster_shares(
     clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx, attack: Attack | None, attackers: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and the cost ``[7]``.
+    """Compute Equitable-FL's shares p_i = 1/(C |cluster of i|), ``[n, 1]`` float64, and the cost ``[7]``.
 
     Every client trains the initial model for one round, as in the run, and sends its mean activations under the trained
-    model (Equitable-FL, Algorithm 1, lines 5-10. In the paper, every round does this for its cohort).
+    model (Equitable-FL, Algorithm 1, lines 5-10. In the paper, the cohort does this in every round).
 
     Args:
-        clusters: C. None if this number is estimated.
+        clusters: C. If None, the number is estimated.
         oracle: local problems.
         x0: initial model ``[d]``.
-        ctx: all clients, before round 1.
+        ctx: context with all clients, before round 1.
         attack: the attack, whose attackers may forge their activations.
         attackers: ids ``[b]`` of the attackers.
 
     Returns:
-        The shares, and the total cost over all clients: samples backward and forward, steps, bytes up and down, and
-            bytes as papers count them.
+        Shares, and the total cost over all clients: samples backward and forward, steps, bytes up and down, and the
+            bytes up and down by the papers' convention.
 
     Raises:
-        RunStopped: the activations are not finite.
+        RunStopped: some activations are not finite.
     """
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):

@@ -1,4 +1,4 @@
-"""Weighers, which determine each client's weight in the mean of the cohort's uploads."""
+"""Weighers, which determine the weight of each client in the mean of the cohort's uploads."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ Floats = NDArray[np.float64]
 
 
 class Weigher(Value, ABC):
-    """Weights the uploads of the accepted cohort.
+    """Rule that weights the uploads of the accepted cohort.
 
-    Its state is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
+    The state of a weigher is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
     """
 
     kind: ClassVar[str]
     probes: ClassVar[bool] = False
-    """True if the client answers a question after training, together with its reply. The answer counts as work and
-    bytes."""
+    """True if clients answer a question after training and send the answer together with their reply. The answers are
+    recorded as work and traffic."""
     describes: ClassVar[bool] = False
-    """True if the answer consists of the client's activations."""
+    """True if the answers consist of the clients' activations."""
 
     @property
     def signed(self) -> bool:
-        """True if shares may be negative. The sum of a cohort's shares is always positive."""
+        """True if single shares may be negative. The sum of a cohort's shares is always positive."""
         return False
 
     def init(self, ctx: Ctx) -> Any:
@@ -49,78 +49,81 @@ class Weigher(Value, ABC):
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides them by their sum."""
+        """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides the shares by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Resolve the options that depend on the run's groups.
+        """Return the weigher with the options set that depend on the groups of the run.
 
         Raises:
-            ConfigError: the weigher needs groups, and the run has no groups.
+            ConfigError: the weigher needs groups, but the run has no groups.
         """
         return self
 
     def remarks(self) -> list[str]:
-        """Return notes for the user about options that are not given."""
+        """Return notes for the user about options that were not set."""
         return []
 
     def check(self, n: int) -> None:
-        """Raise if the weigher does not work for ``n`` clients.
+        """Raise if the weigher does not work with ``n`` clients.
 
         Raises:
-            ConfigError: the weigher does not work for this number. The message says why.
+            ConfigError: the weigher does not work with this number of clients. The message states the reason.
         """
 
 
 class SharesWeigher(Weigher):
-    """Weights a client by its share alpha_i in the objective: its training samples, unless ``weights`` differs."""
+    """Weigher that uses the share alpha_i of each client in the objective.
+
+    By default, shares are proportional to samples.
+    """
 
     kind: ClassVar[str] = "shares"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return alpha_i divided by the largest share among all clients."""
+        """Return alpha_i divided by the largest share of any client."""
         return ctx.cohort_masses, state
 
 
 class UniformWeigher(Weigher):
-    """Weights every client of the cohort equally in the mean of the uploads, whatever its share is."""
+    """Weigher that gives all clients of the cohort the same weight, whatever their shares are."""
 
     kind: ClassVar[str] = "uniform"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """1 for each."""
+        """Return 1 for each client."""
         return torch.ones(ctx.m, 1, dtype=torch.float64), state
 
 
 class SamplesWeigher(Weigher):
-    """Weights a client by its number of training samples n_i in the mean of the uploads, whatever its share is."""
+    """Weigher that uses the numbers n_i of training samples as weights, whatever the clients' shares are."""
 
     kind: ClassVar[str] = "samples"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """n_i."""
+        """Return n_i."""
         return ctx.sizes[ctx.ids].double(), state
 
 
 class Labels(NamedTuple):
-    """Last cluster of each client ``[n]``, or -1 before the client's first round."""
+    """Cluster ``[n]`` in which each client was last, or -1 before the client's first round."""
 
     labels: Tensor
 
 
 class EquitableWeigher(Weigher):
-    """Weights the cohort's clusters equally.
+    """Weigher that gives all clusters of the cohort the same weight.
 
-    Clusters are found from activations. Within a cluster, all clients have equal weight.
+    The clusters are computed from the clients' activations. Within a cluster, all clients have the same weight.
 
-    Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1: S
-    = A A', spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on its rows, p_i = 1/(C
-    |cluster of i|).
+    Reference: Equitable-FL, "Equitable Federated Learning with Activation Clustering", arXiv:2410.19207, Algorithm 1.
+    The algorithm computes S = A A', a spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on
+    the rows of the embedding, and p_i = 1/(C |cluster of i|).
 
-    Deviations: C is the number of non-empty clusters, so the weights sum to 1. The paper does not state how a client's
-    activations are combined into one vector. Here, the vector is the mean, over the client's training samples (or its
-    last mini-batch), of the log-softmax of the penultimate representation under the client's trained model. The server
-    receives activations of individual clients. The paper sets C in advance. If it is not given, `clear_clusters`
-    estimates it in every round.
+    Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. The paper does not state
+    how a client's activations are combined into one vector. Here, the vector is the mean, over the client's training
+    samples or its last mini-batch, of the log-softmax of the penultimate representation under the client's trained
+    model. The server receives the activations of individual clients. In the paper, C is set in advance. If C is not set
+    here, `clear_clusters` estimates it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
@@ -142,16 +145,16 @@ class EquitableWeigher(Weigher):
     describes: ClassVar[bool] = True
 
     def init(self, ctx: Ctx) -> Labels:
-        """Return -1 for every client, because no client belongs to a cluster yet."""
+        """Return -1 for every client, because no client has been in a cluster yet."""
         return Labels(torch.full((ctx.n,), -1))
 
     def probe(self, down: object, model: Tensor, work: Work) -> Tensor:
-        """Compute the client's activation vector a_i."""
+        """Compute the activation vector a_i of each client."""
         batch = None if self.reduce == "mean" else work.last_batch()
         return work.activations(model, self.layer, _log_softmax if self.log_softmax else None, batch)
 
     def apply(self, state: Labels, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Labels]:
-        """Return p_i = 1/(C |cluster of i|), Algorithm 1, lines 8-11."""
+        """Return p_i = 1/(C |cluster of i|), as in lines 8-11 of Algorithm 1."""
         assert info is not None
         rng = random_state(ctx.rng("k-means"))
         clusters = spectral_clusters(info, self.clusters, rng) if self.clusters else clear_clusters(info, rng)
@@ -162,7 +165,7 @@ class EquitableWeigher(Weigher):
         return p[:, None], Labels(labels)
 
     def remarks(self) -> list[str]:
-        """Note that the best number of clusters depends on the federation, if it is not given."""
+        """If the number of clusters is not set, return a note that the best number depends on the federation."""
         if self.clusters is not None:
             return []
         return [
@@ -184,22 +187,25 @@ def _log_softmax(a: Tensor) -> Tensor:
 
 
 def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> Tensor:
-    """Return labels ``[m]`` for the rows of ``a [m, k]``: k-means on leading eigenvectors of A A' (unnormalized)."""
+    """Return cluster labels ``[m]`` of the rows of ``a [m, k]``, by k-means on leading eigenvectors of A A'."""
     if clusters >= len(a):
         return torch.arange(len(a))
     return torch.as_tensor(_k_means(_eigenvectors(a), clusters, rng)[0], dtype=torch.long)
 
 
 CLEAR = 0.7
-"""Mean silhouette above which clusters count as strong structure (Kaufman and Rousseeuw, "Finding Groups in Data",
-1990, chapter 2, Table 4). The two halves of a normal distribution have a silhouette of 0.59."""
+"""Mean silhouette from which on clusters are regarded as clearly separated. Such a silhouette indicates a strong
+structure according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal
+distribution is split in the middle, its two halves have a silhouette of 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
-    """Return labels ``[m]`` for at most sqrt(m) clusters, with the largest mean silhouette (Rousseeuw 1987).
+    """Return cluster labels ``[m]``.
 
-    All rows form one cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client: it
-    would not be fair to groups to give one outlier half of a model's weight.
+    The number of clusters, at most sqrt(m), has the largest mean silhouette (Rousseeuw 1987).
+
+    All rows form a single cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client.
+    In the second case, one outlier would otherwise have half of the weight, which would not be fair to groups.
     """
     from sklearn.metrics import silhouette_score
 
@@ -221,7 +227,7 @@ def _eigenvectors(a: Tensor) -> Floats:
 
 
 def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tuple[Any, Floats]:
-    """Return labels of the rows of the last ``clusters`` eigenvectors, and the rows themselves."""
+    """Return cluster labels of the rows of the last ``clusters`` eigenvectors, and these rows."""
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -231,26 +237,28 @@ def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tupl
 
 
 class Masses(NamedTuple):
-    """omega ``[n]``: weights of all clients, not normalized over a cohort."""
+    """Weights omega ``[n]`` of all clients, which are not normalized over a cohort."""
 
     omega: Tensor
 
 
 class FairFedWeigher(Weigher):
-    """Reduces the weight of clients whose metric differs more from the global metric than other clients' metrics do.
+    """Weigher that reduces the weight of clients whose metric differs more from the global metric than others'.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
-    Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7: Delta_i = |F - F_i| of a metric of two groups, and
-    |Acc - Acc_i| if F_i is undefined. With ``accuracy`` or ``loss``, only this metric is used.
+    Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eqs. 6 and 7: Delta_i is |F - F_i| for a metric F that compares
+    two groups, or |Acc - Acc_i| if F_i is undefined. With ``accuracy`` or ``loss``, Delta_i is computed from this
+    metric only.
 
     F is P(1 | A, label 1) - P(1 | B, label 1) (``equal-opportunity``) or P(1 | A) - P(1 | B) (``statistical-parity``),
-    where 1 is the predicted class and A and B are the two groups. The global value of F is computed on the pooled
-    samples of the cohort.
+    where 1 is the predicted class, and A and B are the two groups. The global value F is computed on the pooled samples
+    of the cohort.
 
-    Deviations: the metric is computed for the received model on the client's training part, and the global value over
-    the cohort. The metric is sent in plain text (for a group metric, as counts by group), without secure aggregation.
-    Clients that do not participate keep their weight. Weights that fall below 0 are set to 0, as in Equitable-FL
-    (``floor``). If the weights of a cohort do not have a positive sum, the cohort is weighted by samples.
+    Deviations: the metric of a client is computed for the received model on the client's training part, and the global
+    value is computed over the cohort. The metric is sent in plain text, without secure aggregation. For a metric that
+    compares groups, this means counts by group. Clients that do not participate keep their weight. Negative weights are
+    set to 0, as in Equitable-FL (``floor``). If the weights of a cohort do not have a positive sum, the cohort is
+    weighted by samples.
     """
 
     kind: ClassVar[str] = "fairfed"
@@ -279,16 +287,16 @@ class FairFedWeigher(Weigher):
 
     @property
     def signed(self) -> bool:
-        """Without the floor."""
+        """True if ``floor`` is not set."""
         return not self.floor
 
     def init(self, ctx: Ctx) -> Masses:
-        """Return omega_i = n_i / n."""
+        """Return the initial weights omega_i = n_i / n."""
         n = ctx.sizes[:, 0].double()
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Use the run's first choice of groups if the metric compares groups."""
+        """Use the first groups of the run if the metric compares groups and no groups were set."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self
         if not groups:
@@ -299,14 +307,17 @@ class FairFedWeigher(Weigher):
         return self.with_(group=groups[0])
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
-        """Compute each client's metric of the received model, or for groups, counts and the accuracy ``[m, 9]``."""
+        """Return each client's metric for the received model.
+
+        If groups are compared, return counts and the accuracy ``[m, 9]``.
+        """
         if self.metric == "loss":
             return work.loss(down[0])
         accuracy = work.accuracy(down[0])
         return accuracy if self.group is None else torch.cat([work.group_counts(down[0], self.group), accuracy], 1)
 
     def apply(self, state: Masses, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Masses]:
-        """Return omega_i <- omega_i - beta (Delta_i - mean Delta)."""
+        """Return the weights omega_i <- omega_i - beta (Delta_i - mean Delta)."""
         assert info is not None
         n, answers = ctx.sizes[ctx.ids].double(), info.double().cpu()
         metric, counts = answers[:, -1:].clamp(0, math.inf if self.metric == "loss" else 1), answers[:, :-1]
@@ -322,7 +333,10 @@ class FairFedWeigher(Weigher):
         return (new if bool(new.sum() > 0) else n), Masses(omega)
 
     def _difference(self, counts: Tensor) -> Tensor:
-        """Return F ``[m, 1]`` from counts ``[m, 8]`` (`Work.group_counts`), NaN if a group leaves it undefined."""
+        """Return F ``[m, 1]`` from counts ``[m, 8]`` (`Work.group_counts`).
+
+        F is NaN if one of the groups has no such rows.
+        """
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)
         rates = (hits / positives if self.metric == "equal-opportunity" else predicted / rows).clamp(0, 1)

@@ -39,7 +39,7 @@ TOO_MANY = (
 
 @contextmanager
 def default_to_cpu() -> Iterator[None]:
-    """Create new tensors on the CPU inside the block, whatever default device the caller has set."""
+    """Create new tensors on the CPU inside the block, even if the caller has set a different default device."""
     if torch.get_default_device().type == "cpu":
         yield
         return
@@ -82,15 +82,14 @@ class Dataset:
             tokens [N, length] (int32 or int64), which are numbers in `vocabulary`, with 0 as padding at the end of a
             sequence.
         y: class numbers [N] (int64). For tokens, y may also contain one label per position [N, length], with -1 for
-            positions without a label.
-            Otherwise, float targets: numbers [N, k] for a regression, 0 or 1 [N, k] for multiple labels, counts [N, 1],
-            or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
+            positions without a label. Otherwise, float targets: numbers [N, k] for a regression, 0 or 1 [N, k] for
+            multiple labels, counts [N, 1], or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
         classes: names of the classes or labels. It is empty if targets are numbers.
-        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been divided by 255.
-            None:
-            0.
-        std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None: 1.
+        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been  divided by 255.
+            None for 0.
+        std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
+            1.
         test: positions [k] in `x` of the official test set of the source. None if the source has none.
         columns: codes [N] (int64) for properties of samples by which clients can be formed, such as writer, hospital or
             education.
@@ -101,8 +100,7 @@ class Dataset:
             contain NaN (missing values).
         fitted: table from which the features were computed, with the fitted values, if there is one.
         ready: bool mask [N] of the samples whose features `prepare` has computed. All other samples are NaN, and no
-            part
-            of a federation may contain them. None if all samples are ready.
+            part of a federation may contain them. None if all samples are ready.
         centre: number that was subtracted from regression targets.
         unit: number by which regression targets were divided after the subtraction. Errors are reported in this unit.
         vocabulary: names of the tokens. It is empty if samples are numbers.
@@ -117,8 +115,7 @@ class Dataset:
             ``"uint8"`` if `x` contains bytes divided by 255. It is empty if the type has not changed.
 
         rereading: object that reads samples again for every training step, because they change at random. For all other
-            purposes,
-            `x` contains one random version of each sample. None if samples never change.
+            purposes, `x` contains one random version of each sample. None if samples never change.
 
     Raises:
         DataError: lengths differ, labels are outside 0..C-1, values are not finite, or types are wrong.

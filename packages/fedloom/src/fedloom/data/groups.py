@@ -111,10 +111,9 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
     A site publishes sums over all rows and over the rows of each published group. The sum over a set of rows can then
     be derived if the indicator of the set is a linear combination of the published indicators. This corresponds to the
     audit in cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure control", JASA 1980). It
-    must not be possible to derive any of the following sets
-    if they are too small: groups that are not published, rows outside all groups of a choice, rows in two groups, rows
-    in one group but not in another, and rows that are in the same groups. Groups without rows may be published, because
-    their sums are zero.
+    must not be possible to derive any of the following sets if they are too small: groups that are not published, rows
+    outside all groups of a choice, rows in two groups, rows in one group but not in another, and rows that are in the
+    same groups. Groups without rows may be published, because their sums are zero.
 
     Args:
         members: bool mask of the rows in each group, ``[G, N]``.

@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partitions.changes import prepared
 from fedloom.data.partitions.deal import Dealt
 from fedloom.data.partitions.parts import cut_parts
-from fedloom.data.pixels import came_as_bytes, refuse_other_numbers
+from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
@@ -54,6 +54,11 @@ class InputSpec(Value):
         False,
         description="true if samples were stored as bytes and divided by 255. Otherwise they are unchanged floats",
     )
+    integers: bool | None = Field(
+        None,
+        description="true if images were given as integers or booleans, false if they were given as floats. None: "
+        "unknown, or the samples are no images",
+    )
     mean: tuple[float, ...] | None = Field(
         None, description="number subtracted from samples: one per channel, or one for all channels"
     )
@@ -79,6 +84,7 @@ class InputSpec(Value):
             centre=data.centre,
             unit=data.unit,
             pixels=came_as_bytes(data),
+            integers=came_as_integers(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -200,7 +206,7 @@ class InputSpec(Value):
         """Check samples that do not come from a table, and return them as ``[N, *shape]``.
 
         A model that was trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are not
-        changed. A model that was trained on floats accepts floats, which are not changed.
+        changed. A model that was trained on floats accepts floats, which are not changed, and no images of integers.
 
         Args:
             x: bytes, floats or tokens.
@@ -218,12 +224,11 @@ class InputSpec(Value):
                 )
             return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
-            last = x.ndim == 4 and (x.shape[3], *x.shape[1:3]) == self.shape
             raise DataError(
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, but the model takes {_text(self.shape)}"
-                + (". The channels are last: pass numpy.moveaxis(x, -1, 1)" if last else "")
+                + _cure_of_shape(tuple(x.shape), self.shape)
             )
-        refuse_other_numbers(x, name, self.pixels, original_dtype)
+        refuse_other_numbers(x, name, self.pixels, original_dtype, integers=self.integers)
         return x
 
     def _targets(self, data: Dataset) -> Tensor:
@@ -326,6 +331,20 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
         )
     code = torch.tensor([old.names.index(level) for level in new.names], dtype=values.dtype)
     return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])
+
+
+def _cure_of_shape(got: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Return advice for samples of shape ``got``, with their number first, or "" if other samples are needed."""
+    images = len(shape) == 3
+    if images and (got[3:], got[1:3]) == (shape[:1], shape[1:]):
+        return ". The channels are last: pass numpy.moveaxis(x, -1, 1)"
+    if images and len(got) == 4 and got[2:] == shape[1:] and shape[0] in (1, 3):
+        return f". Convert the pictures: picture.convert({'L' if shape[0] == 1 else 'RGB'!r})"
+    if got in (shape, shape[1:]):
+        return ". This looks like a single sample: pass x[None]"
+    if math.prod(got[1:]) == math.prod(shape):
+        return f". If the order of the values is the same, pass x.reshape(-1, {', '.join(map(str, shape))})"
+    return ""
 
 
 def _text(shape: tuple[int, ...]) -> str:

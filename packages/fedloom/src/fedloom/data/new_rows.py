@@ -73,7 +73,7 @@ def new_rows(
             an open table.
 
     Raises:
-        DataError: columns are missing, the shape does not match, or numeric columns contain text. DataError: cells are
+        DataError: columns are missing, the shape does not match, numeric columns contain text, or cells are
             missing or levels are unknown, and the model was trained without imputation. A single message lists all
             problems.
     """

@@ -16,14 +16,14 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
     """Return the positions of the samples in one client's batches.
 
     Each epoch is a new permutation that is divided into ceil(size / batch_size) batches. The last batch of an epoch may
-    be shorter.
-    The batches depend only on (size, batch_size, gen), so a larger number of steps does not change the first batches.
+    be shorter. The batches depend only on (size, batch_size, gen), so a larger number of steps does not change the
+    first batches.
 
     Args:
         size: number of the client's samples, at least 1.
         batch_size: number of samples per step, at least 1. None for full batches, whose samples are in order.
         steps: number of steps, at least 0.
-        gen: random generator for (seed, round, client, purpose). Full batches need none.
+        gen: random generator for (seed, round, client, purpose). Full batches need no generator.
 
     Returns:
         Positions [steps, batch_size] (int64) from 0 to size - 1, with -1 as padding of short batches.
@@ -48,7 +48,7 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
 
 
 MAX_PERMUTATION_SAMPLES = 1 << 27
-"""Number of samples from which on PyTorch uses a different algorithm for permutations."""
+"""Minimum number of samples for which PyTorch uses a different algorithm for permutations."""
 
 
 @cache

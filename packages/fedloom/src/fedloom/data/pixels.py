@@ -13,8 +13,8 @@ FLOAT_TYPE_PREFIXES = ("float", "bfloat")
 ROUNDING_TOLERANCE = 1e-3
 """Maximum amount by which floats may exceed the range from 0 to 1 for the message to suggest clipping.
 
-Values of a resized image exceed it by 1e-7. A quarter of a gray level is 1e-3. Values of normalized samples exceed the
-range by 1.
+The values of a resized image exceed the range by about 1e-7, and those of normalized samples by about 1. The limit is a
+quarter of a gray level.
 """
 
 
@@ -23,7 +23,16 @@ def came_as_bytes(data: Dataset) -> bool:
     return data.x.dtype == torch.uint8 or data.original_dtype == "uint8"
 
 
-def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str = "") -> None:
+def came_as_integers(data: Dataset) -> bool | None:
+    """Return True if images were given as integers other than bytes, False if they were floats, None without images."""
+    if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
+        return None
+    return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)
+
+
+def refuse_other_numbers(
+    x: Tensor, name: str, pixels: bool, original_dtype: str = "", integers: bool | None = None
+) -> None:
     """Raise an error if the type or range of samples does not match what a model accepts.
 
     Args:
@@ -31,14 +40,15 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
         name: name of the data in messages.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
             from 0 to 1, which are not changed. All other models accept floats, which are not changed. A model that was
-            trained on floats also accepts integers and booleans, which become floats as in training. A model that was
-            trained on bytes does not, because their meaning would be ambiguous.
+            trained on bytes accepts no integers and booleans, because their meaning would be ambiguous.
         original_dtype: original type, as in `Dataset.original_dtype`.
+        integers: False if the model was trained on images of floats. Such a model accepts no integers and booleans
+            either, because they may have any scale. For other models, they become floats as in training.
 
     Raises:
         DataError: the type or range does not match, or values are NaN or Inf. The message states what is expected.
     """
-    dtype = original_dtype or str(x.dtype).removeprefix("torch.")
+    dtype = _dtype_name(x, original_dtype)
     odd = ~x.isfinite().flatten(1).all(1)
     if bool(odd.any()):
         raise DataError(
@@ -47,11 +57,14 @@ def refuse_other_numbers(x: Tensor, name: str, pixels: bool, original_dtype: str
     if not len(x) or (dtype == "uint8" and pixels):
         return
     low, high = float(x.min()), float(x.max())
-    if dtype == "uint8":
+    if dtype == "uint8" or (integers is False and not dtype.startswith(FLOAT_TYPE_PREFIXES)):
+        shown, one, large = {
+            "uint8": ("bytes (uint8)", "x / 255", "x.astype('float32') if they were from 0 to 255"),
+            "bool": ("bool", "x.astype('float32')", "x.astype('float32') * 255 if they were from 0 to 255"),
+        }.get(dtype, (dtype, "x divided by its largest possible value", "x.astype('float32') if they were as large"))
         raise DataError(
-            f"{name}: samples are bytes (uint8), but the model was trained on floats without scaling. "
-            "Convert the samples as for training: x / 255 if the floats were from 0 to 1, "
-            "x.astype('float32') if they were from 0 to 255"
+            f"{name}: samples are {shown}, but the model was trained on {'integers' if integers else 'floats'} without "
+            f"scaling. Convert the samples as for training: {one} if the floats were from 0 to 1, {large}"
         )
     if pixels and (not dtype.startswith(FLOAT_TYPE_PREFIXES) or low < 0 or high > 1):
         raise DataError(
@@ -74,3 +87,7 @@ def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
     if low >= 0 and not dtype.startswith(FLOAT_TYPE_PREFIXES):
         return "pass floats: x divided by the largest possible value of a pixel, such as x / 65535"
     return "pass the samples before normalization, as bytes or as floats from 0 to 1. The model scales the samples"
+
+
+def _dtype_name(x: Tensor, original_dtype: str) -> str:
+    return original_dtype or str(x.dtype).removeprefix("torch.")

@@ -51,9 +51,8 @@ class LinearRegression(_Equal):
     Ditto. The last `malicious` clients are attackers with strength gamma. The paper is corrected as follows: the
     variance of the least squares solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161
     is over benign clients, and the thresholds in Proposition 2 are the derived minimizers of the losses (the printed
-    ones lack a norm).
-    Proposition 3 holds if all theta_i have the same length (`equal_length`), which its proof requires. Otherwise, it
-    may not hold.
+    ones lack a norm). Proposition 3 holds if all theta_i have the same length (`equal_length`), which its proof
+    requires. Otherwise, it may not hold.
     """
 
     b: float = Field(default=1.0, gt=0, description="scale of the features b")

@@ -278,12 +278,30 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
         raise ConfigError(f"{name}: is a single picture. Pass a list of pictures")
-    elif isinstance(rows, list) and rows and (is_picture(rows[0]) or isinstance(rows[0], torch.Tensor)):
+    elif isinstance(rows, list) and rows and isinstance(rows[0], torch.Tensor):
         stack = stacked(((value, 0) for value in rows), name)
-    if stack is None:
-        array = plain(rows, name)
-        return array, array.dtype.name
-    return stack.x, stack.dtype
+    return arrayed(rows, name)[:2] if stack is None else (stack.x, stack.dtype)
+
+
+def arrayed(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
+    """Return features ``[N, ...]``, the numpy name of their type, and whether they were pictures (see `stacked`).
+
+    Raises:
+        DataError: samples differ in shape, or bytes are mixed with other numbers, which have a different scale.
+    """
+    samples = values if isinstance(values, list | tuple) else ()
+    if any(map(is_picture, samples)):
+        stack = stacked(((value, 0) for value in samples), name)
+        return stack.x, stack.dtype, stack.pictures
+    are_bytes = [str(value.dtype).endswith("uint8") for value in samples if getattr(value, "ndim", 0)]
+    if len({*are_bytes}) > 1:
+        places = [are_bytes.index(kind) for kind in (True, False)]
+        raise DataError(
+            f"{name}: sample {places[0]} is bytes (uint8), but sample {places[1]} is "
+            f"{samples[places[1]].dtype}. All samples must have the same type"
+        )
+    array = plain(values, name)
+    return array, array.dtype.name, False
 
 
 def _is_sample(cell: object) -> bool:

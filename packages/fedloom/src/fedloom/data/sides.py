@@ -18,7 +18,16 @@ from torch.utils.data import (
 )
 from torch.utils.data import Dataset as TorchDataset
 
-from fedloom.data.samples import FEATURE_TARGET_NAMES, Stack, find_pair, paired, stacked, stacked_hub, stacked_torch
+from fedloom.data.samples import (
+    FEATURE_TARGET_NAMES,
+    Stack,
+    arrayed,
+    find_pair,
+    paired,
+    stacked,
+    stacked_hub,
+    stacked_torch,
+)
 from fedloom.data.sources.array_data import channels_first, plain
 from fedloom.data.sources.rereading import Reader
 from fedloom.data.sources.table.frames import class_names, frame_names, is_frame, is_hub
@@ -55,7 +64,8 @@ class Side(NamedTuple):
         refuse_order(x, y, name)
         columns = tuple(frame_names(x)) if is_frame(x) else ()
         owners = None if users is None else plain(users, name)
-        return cls(plain(x, name), plain(y, name), owners, columns=columns)
+        array, dtype, pictures = arrayed(x, name)
+        return cls(array, plain(y, name), owners, columns=columns, dtype=dtype, pictures=pictures)
 
     @classmethod
     def stacked(cls, stack: Stack, name: str, **more: Any) -> Side:
@@ -159,7 +169,7 @@ def refuse_order(x: object, y: object, name: str) -> None:
 
 
 def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> Side:
-    """Return a training or test set, in any form that `as_dataset` accepts, as arrays."""
+    """Return a training or test set, in any form that `Dataset.create` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
         raise ConfigError(f"{name}: already contains targets. Leave target out, or pass only the features")

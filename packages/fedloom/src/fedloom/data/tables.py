@@ -135,12 +135,10 @@ class Table(Value):
 
     In a numeric column, missing values are replaced by the median of the client's observed training values. Then, the
     column is centered and divided by its standard deviation in the client's training part (or by 1 if this is 0),
-    unless
-    scaling is switched off. In a column of codes, missing values are replaced by the client's most frequent training
-    level, and each level becomes one feature. If a client has fewer than `min_observed` observed training values in a
-    column, the column is 0 for this client. A flagged column has an additional feature that is 1 if the value was
-    missing.
-    Nothing is fitted to the data of several clients, or to validation or test parts.
+    unless scaling is switched off. In a column of codes, missing values are replaced by the client's most frequent
+    training level, and each level becomes one feature. If a client has fewer than `min_observed` observed training
+    values in a column, the column is 0 for this client. A flagged column has an additional feature that is 1 if the
+    value was missing. Nothing is fitted to the data of several clients, or to validation or test parts.
 
     Training, evaluation, prediction, exports and deployments use the same scaling: a client's rows are always encoded
     with the values fitted to its training part, whichever model is used. For a new client, which has no training part,

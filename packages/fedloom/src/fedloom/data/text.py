@@ -42,7 +42,8 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
     Args:
         texts: all texts.
         level: kind of token.
-        most: maximum number of entries. If there are more tokens, only the most frequent ones are kept. None: all.
+        most: maximum number of entries. If there are more tokens, only the most frequent ones are kept. None to keep
+            all.
         least: minimum number of occurrences of a token.
 
     >>> vocabulary_of(["abba", "ac"], "character", least=2)

@@ -28,7 +28,7 @@ class Job(JobFacts):
         clients: states of the clients.
         kept: rows that the server stores for each client.
         models: last model of each client, if a mixer needs it and `kept` does not contain it.
-        summed: sum of each client's uploads, for fields that accumulate (see `summed_fields`).
+        summed: sum of each client's uploads, for fields that accumulate (see `JobFacts.summed_fields`).
         residue: for each client, the parts of its differences that the channel has not sent yet.
         optimizer: state of each client's optimizer, if it is stored.
         locations: record of which machines hold the latest row of each client.
@@ -78,8 +78,7 @@ class Job(JobFacts):
         """Return the local problems of clients in a round, with the replayed batches if the clients train.
 
         If ``steps [m]`` is given, each client takes this number of steps. If optimizer states are stored, the
-        optimizers
-        continue from the previous round.
+        optimizers continue from the previous round.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection

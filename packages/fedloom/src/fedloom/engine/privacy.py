@@ -10,12 +10,10 @@ Privacy amplification by sampling is not used.
 
 A simulation draws continuous noise from seeded generators, which protects no client. Its epsilon is the one that the
 same run would have with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid
-(`fedloom_sites.deploy.noise`)
-and always accounts by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the
-continuous one (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is
-at most alpha
-* rho, which ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven only for continuous
-noise.
+(`fedloom_sites.deploy.noise`) and always accounts by ``rdp``: the discrete Gaussian in any dimension is
+rho-concentrated with the rho of the continuous one (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi
+divergence of every order alpha > 1 is at most alpha * rho, which ``rdp`` composes and converts (Proposition 12). The
+exact epsilon of ``pld`` is proven only for continuous noise.
 """
 
 from __future__ import annotations

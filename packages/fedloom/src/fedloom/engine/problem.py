@@ -39,7 +39,7 @@ class JobFacts:
         memory: form of the clients' optimizer states. None if optimizers start every round without a state.
         notes: notes that are known before the first round.
         replay: given values that replace the run's own random draws.
-        spent: work and traffic before round 1 ``[7]`` (see `COUNTS`), or None.
+        spent: work and traffic before round 1 ``[7]`` (see `CLIENT_COUNTS`), or None.
     """
 
     setting: Setting
@@ -56,12 +56,12 @@ class JobFacts:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The method."""
+        """Method that the run uses."""
         return self.setting.method
 
     @property
     def n(self) -> int:
-        """All clients."""
+        """Number of clients in the federation."""
         return self.fed.n
 
     @cached_property
@@ -215,7 +215,7 @@ class JobFacts:
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """Devices of the clients. None without."""
+        """Devices of the clients, or None if the run has no devices."""
         devices = self.setting.devices
         return None if devices is None else devices.fleet(self.n, self.setting.seed, self.fed.rarity())
 

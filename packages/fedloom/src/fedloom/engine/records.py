@@ -43,7 +43,7 @@ class Record(NamedTuple):
         round: number of the round, or 0 before the first round.
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
-        metric: name.
+        metric: name of the metric.
         values: one value per evaluated client, float64 ``[s]``, or one value for the federation, ``[1]``.
         total: True if the value describes the federation.
     """
@@ -71,7 +71,7 @@ class Records:
 
     Args:
         items: records to hold.
-        ids: ids of the evaluated clients ``[s]`` in ascending order. None: all.
+        ids: ids of the evaluated clients ``[s]``  in ascending order, or None if all clients are evaluated.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:

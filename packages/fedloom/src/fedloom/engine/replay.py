@@ -30,10 +30,9 @@ class Replay:
             client has one item per round, which is a list of steps, and each step is a list of positions in the
             client's training part. The batches are used for the stream "local". If a method has more streams, the item
             of a round is a dict of such lists, keyed by stream. An unknown stream raises an error that lists the
-            streams. A
-            client takes
-            one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step uses two or three batches.) If a
-            round has streams other than "local", they are also used to train personal models during evaluation.
+            streams. A client takes one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step uses two
+            or three batches.) If a round has streams other than "local", they are also used to train personal models
+            during evaluation.
         projection: matrix ``[dim, d]`` of a method that works in a subspace (Lp-Proj, ADMM-Lp-Proj).
     """
 

@@ -195,7 +195,7 @@ class Result:
 
 
 class Live:
-    """`Source` of models that takes them from a run in memory."""
+    """Source of models that takes them from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state

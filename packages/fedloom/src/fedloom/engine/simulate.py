@@ -26,7 +26,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
-from fedloom.errors import ConfigError, Stop, entered
+from fedloom.errors import ConfigError, Stop, entered, place_note
 from fedloom.local.oracles.precision import make_repeatable, undisturbed
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
@@ -91,8 +91,8 @@ def simulate(
         advance: False to only read what the folder contains, without running further rounds.
         pause: round after which the run is evaluated and interrupted. To resume it, repeat the call with a later round
             or without this argument.
-        ranks: processes from `fedloom.processes.distributed.joined`, each of which must make this call. The models are
-            then available only at rank 0.
+        ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
+            are then available only at rank 0.
         initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three serve to follow
             other code step by step: they replace the run's own random draws, and a folder can only be resumed with the
             same values (see `Replay`).
@@ -166,7 +166,7 @@ def simulate(
         calls = [lambda state: reason if state.round == best else None]
         result = _play(job, server, place, calls, pause, advance=advance)
         result.notes.append(f"early_stop: {words}. The work of the later rounds is not counted")
-    result.notes[:0] = [f"data: {note}" for note in fed.remarks]
+    result.notes[:0] = [place_note("data", note) for note in fed.remarks]
     return result
 
 

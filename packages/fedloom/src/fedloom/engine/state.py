@@ -56,10 +56,9 @@ class Times:
     """Measured durations of a run in seconds.
 
     The first round of a process also contains the time for compilation, forks and page faults. These one-time costs are
-    reported separately:
-    they are the time by which this round exceeds the median of the rounds after it. If a process has only one round, it
-    is compared to the rounds of the other processes. If a run has only one round, its one-time costs are unknown and
-    reported as 0.
+    reported separately: they are the time by which this round exceeds the median of the rounds after it. If a process
+    has only one round, it is compared to the rounds of the other processes. If a run has only one round, its one-time
+    costs are unknown and reported as 0.
 
     Attributes:
         rounds: duration of each round in seconds, without evaluation but with one-time costs.

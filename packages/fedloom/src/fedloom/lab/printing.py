@@ -1,4 +1,4 @@
-"""Print tables on standard output, so that they are complete at any terminal width."""
+"""Printing of tables to standard output in such a way that nothing is cut off, whatever the width of the terminal."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fedloom.lab.report.tables import column_of, headline, measured
 from fedloom.metrics import leading, metric
 
 MIN_COLUMN_WIDTH = 12
-"""Smallest width of a wrapped column, in characters."""
+"""Minimum width of a column with wrapped text, in characters."""
 COLUMN_GAP = 3
 """Number of characters between two columns."""
 UNLIMITED_WIDTH = 100_000
-"""Width of a line that no table reaches, in characters."""
+"""Line width in characters that exceeds the width of any table."""
 
 
 class _Output(Console):
-    """Standard output that lets the program decide what happens when the reader is gone."""
+    """Console on standard output that passes on the error raised when the reader has closed the pipe."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -42,16 +42,17 @@ def print_texts(
 ) -> None:  # fmt: skip
     """Print texts in columns.
 
-    Numbers are never wrapped: columns that do not fit are printed below, next to a repetition of the first columns.
+    Numbers are never wrapped. Columns that do not fit are printed in further blocks below, and each block repeats the
+    first columns.
 
     Args:
         titles: titles of the columns.
-        rows: rows with a text for each column.
+        rows: rows with one text per column.
         right: titles of the right-aligned columns.
-        width: number of characters per line if the output is not a terminal.
-        names: True if the first column contains names that people copy. Names are never wrapped. If they leave no space
-            for the other columns, these columns are printed below each name.
-        lead: number of columns with which each block starts, or 0 for the columns before the first column in ``right``.
+        width: maximum number of characters per line if the output is not a terminal.
+        names: True if the first column contains names that users may copy. Such names are never wrapped. If the names
+            leave too little space for the other columns, the other columns are printed below each name.
+        lead: number of columns that each block repeats. 0 stands for all columns before the first one in ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
     console = _Output()
@@ -85,9 +86,9 @@ def _print_block(
     console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int],
     right: Collection[str],
 ) -> None:  # fmt: skip
-    """Print some columns.
+    """Print a block of columns.
 
-    The last column is printed below each row if a word in it, such as a path, would otherwise be broken.
+    If a word in the last column, such as a path, would be broken, the last column is printed below each row instead.
     """
     *first, last = places
     room = console.width - _width(console, _columns(titles, rows, first, right)) - COLUMN_GAP
@@ -104,7 +105,7 @@ def _columns(
     titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int], right: Collection[str],
     names: bool = False,
 ) -> Table:  # fmt: skip
-    """Return a table of some columns."""
+    """Return a table that contains some of the columns."""
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place in places:
         kept, justify = names and place == 0, "right" if titles[place] in right else "left"
@@ -116,23 +117,22 @@ def _columns(
 
 
 def _width(console: Console, table: Table) -> int:
-    """Return the width of a table without wrapping, in characters."""
+    """Return the width of a table in characters if nothing is wrapped."""
     return Measurement.get(console, console.options.update(max_width=UNLIMITED_WIDTH), table).maximum
 
 
 NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
-"""Suffixes of the names of metrics that are shown with the leading metric if the terminal is too narrow for all
-metrics."""
+"""Suffixes of the metrics that are shown besides the leading metric if the terminal is too narrow for all of them."""
 NARROW_TITLES = {"sample gradients": "gradients"}
-"""Shorter titles for a narrow terminal."""
+"""Shorter column titles for a narrow terminal."""
 BEST_MARK = "*"
-"""Mark after the method in the row with the best mean."""
+"""Mark that follows the method with the best mean."""
 
 
 def print_results(table: pa.Table) -> None:
-    """Print the result table of a run: means over seeds with 95 % intervals, the work, and a mark at the best mean.
+    """Print the results of a run: means over seeds with 95 % intervals, the costs, and a mark at the best mean.
 
-    A narrow terminal shows fewer columns. ``results.csv`` and the report contain all columns.
+    In a narrow terminal, fewer columns are shown. The file ``results.csv`` and the report contain all columns.
     """
     lead, rows = leading(table.column_names), table.to_pylist()
     figures = {
@@ -155,7 +155,10 @@ def print_results(table: pa.Table) -> None:
 def _result_cells(
     rows: Sequence[Mapping[str, Any]], figures: Mapping[str, str], best: int | None, more: Sequence[str]
 ) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return titles, texts and the titles of numeric columns, for some metrics and any of ``seeds`` and ``status``."""
+    """Return the column titles, the cells, and the titles of numeric columns.
+
+    ``more`` may contain ``seeds`` and ``status``.
+    """
     first, last = (["seeds"] if "seeds" in more else []), (["status"] if "status" in more else [])
     cells = [
         [
@@ -170,19 +173,19 @@ def _result_cells(
 
 
 def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
-    """Return the number of the successful row with the best mean of the leading metric, or None if no run is done."""
+    """Return the index of the completed row with the best mean of the leading metric, or None if there is none."""
     means = {k: float(str(row[column_of(lead)])) for k, row in enumerate(rows)
              if row["status"] == "done" and row[column_of(lead)] is not None}  # fmt: skip
     return (max if metric(lead).higher else min)(means, key=means.__getitem__, default=None)
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
-    """Print rows with arbitrary keys, with numbers to four digits.
+    """Print rows with arbitrary keys. Numbers are rounded to four digits.
 
     Args:
-        rows: rows whose keys become the columns, in order of first appearance.
-        first: columns that precede the other columns, in each block of a narrow terminal.
-        width: number of characters per line if the output is not a terminal.
+        rows: rows of the table. The keys of the rows become the columns, in the order in which they first appear.
+        first: columns that come first, and that each block repeats in a narrow terminal.
+        width: maximum number of characters per line if the output is not a terminal.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]

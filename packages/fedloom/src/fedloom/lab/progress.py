@@ -1,4 +1,4 @@
-"""Show a running experiment: bars in a terminal, a line in a notebook, or plain lines on standard error."""
+"""Progress of a running experiment, shown as bars in a terminal, a line in a notebook, or plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment.events import Event, Listener
 
 SECONDS_PER_LINE = 5.0
-"""Number of seconds between two plain lines of one run."""
+"""Minimum time in seconds between two plain lines about one run."""
 NOTEBOOK_INTERVAL_SECONDS = 0.2
-"""Number of seconds between two updates of a notebook's line."""
+"""Minimum time in seconds between two updates of the line in a notebook."""
 
 
 def remark(line: str) -> None:
-    """Write a line to standard error. The line is dropped if the stream is closed, full or not read."""
+    """Write a line to standard error. If the stream is closed, full or not read, the line is dropped."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(f"{line}\n")
@@ -33,7 +33,7 @@ def remark(line: str) -> None:
 
 @contextmanager
 def show_progress(plan: Plan) -> Iterator[Listener]:
-    """Show the progress of a plan on rank 0, and yield the listener for its events."""
+    """Show the progress of an experiment (on rank 0 only), and yield a function that must be called with its events."""
     if plan.ranks.rank > 0:
         yield lambda _event: None
         return
@@ -43,11 +43,11 @@ def show_progress(plan: Plan) -> Iterator[Listener]:
 
 @contextmanager
 def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
-    """Show the progress of runs, and yield the listener for their events.
+    """Show the progress of several runs, and yield a function that must be called with their events.
 
     Args:
-        rounds: number of rounds of all runs together, or of the runs of every label.
-        after: description of the work after the last round, which may take a while.
+        rounds: total number of rounds of all runs, or the number of rounds keyed by label.
+        after: description of the work that follows the last round and may take a while.
     """
     from rich.console import Console  # slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -93,21 +93,22 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
 
 
 def notebook_display() -> Any:
-    """Return the function that displays a value in the notebook of this process.
+    """Return the function that displays a value in the current notebook.
 
-    The result is None outside a notebook.
+    The result is None if the process does not run a notebook.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
 
 
 class _Runs:
-    """Progress and speed of runs.
+    """Progress and speed of several runs.
 
     Attributes:
-        rounds: number of rounds of the runs of every label, or of all runs together under the empty label.
-        done: number of finished rounds, by label and seed. For a run that has ended, all its rounds.
-        figures: latest metrics of each run, as text.
+        rounds: number of rounds keyed by label, or of all runs together under the key "".
+        done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
+            its rounds.
+        figures: latest metrics of each run as text, keyed by label and seed.
     """
 
     def __init__(self, rounds: int | Mapping[str, int], after: str = "") -> None:
@@ -120,7 +121,7 @@ class _Runs:
         self._pace: dict[str, float] = {}
 
     def take(self, event: Event) -> bool:
-        """Note an event. Return False if the event contains nothing new."""
+        """Update the progress with an event. Return False if the event contains nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
             return False
@@ -139,13 +140,15 @@ class _Runs:
 
     @property
     def after(self) -> str:
-        """Work in progress after all runs have ended, or "" before."""
+        """Description of the work in progress once all runs have ended, or "" before that."""
         return self._after if sum(self.done.values()) == sum(self.rounds.values()) else ""
 
     def estimate_remaining(self) -> float | None:
-        """Return the time in seconds until all runs have ended, with the current number of simultaneous runs.
+        """Return the estimated time in seconds until all runs have ended.
 
-        None while this time is unknown.
+        As many runs as now are assumed to run at once.
+
+        The result is None while this time is unknown.
         """
         open_ = dict(self.rounds)
         for (label, _), done in self.done.items():
@@ -158,7 +161,7 @@ class _Runs:
         return max([work / max(1, len(alone)), *alone])
 
     def remaining_of(self, event: Event) -> float | None:
-        """Return the time in seconds until a run ends, or None while it is unknown."""
+        """Return the estimated time in seconds until a run ends, or None while it is unknown."""
         return None if event.pace is None else (event.rounds - event.round) * event.pace
 
     def _owner(self, label: str) -> str:
@@ -166,7 +169,7 @@ class _Runs:
 
 
 class _Lines:
-    """Plain lines: one at the end of every run, and one every few seconds during a long run."""
+    """Progress as plain lines: one at the end of every run, and one every few seconds during long runs."""
 
     def __init__(self, runs: _Runs) -> None:
         self._runs, self._last = runs, time.monotonic()
@@ -198,7 +201,7 @@ class _Lines:
 
 
 class Line:
-    """Display of a notebook: HTML, or plain text if the reader does not support HTML."""
+    """Output in a notebook, as HTML, or as plain text if the front end does not support HTML."""
 
     def __init__(self, markup: str, text: str) -> None:
         self._markup, self._text = markup, text
@@ -211,7 +214,10 @@ class Line:
 
 
 class _NotebookLine:
-    """A bar followed by the current run, redrawn in place, and at the end the number of runs and their time."""
+    """Progress bar and the current run in one line, which is updated in place.
+
+    At the end, it states the number of runs and the time.
+    """
 
     def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
         self._runs, self._display = runs, display
@@ -242,7 +248,7 @@ class _NotebookLine:
         self._show(Line(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
 
     def end(self) -> None:
-        """Replace the bar by the summary."""
+        """Replace the progress bar with a summary."""
         count = len(self._runs.done)
         text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
         text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
@@ -260,10 +266,11 @@ def _name(event: Event) -> str:
 
 
 def _latest(event: Event) -> str:
-    """Return the newest validation metrics of the personal model, or else of the global model."""
+    """Return the latest validation metrics of the personal model, or else of the global model."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
+        places = {name: f"{model}/validation/{name}" for name in METRICS}  # secure sums contain weighted means only
+        by_metric = {name: figures.get(f"{at}/mean", figures.get(f"{at}/weighted")) for name, at in places.items()}
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:
             texts = [

@@ -1,7 +1,7 @@
-"""Toolkit for sections of the report: helpers with which a package shows the recorded table of its analysis.
+"""Toolkit for sections of the report: helpers with which a package can show the results of its analysis.
 
-A section is a function ``(runs, rows, lead) -> Section | None``. An entry point in the group ``fedloom.sections``,
-named after the kind of the analysis, registers it.
+A section is made by a function ``(runs, rows, lead) -> Section | None``. The function is registered as an entry point
+in the group ``fedloom.sections``, under the name of the kind of analysis.
 """
 
 from fedloom.lab.report.comparison.contenders import contenders_of

@@ -74,9 +74,9 @@ class Ctx(NamedTuple):
 
         With momentum, step i is counted as 1 + ... + momentum^(i-1) steps, which is exact for a constant gradient.
         Dampening and Nesterov momentum are taken into account, too. Optimizers that normalize the gradient move each
-        coordinate by about the step size, whatever the gradient is. The length of such a step is converted to time as
-        if the gradient had a norm of 1. Adam's averages can be ignored here, because they do not change a constant
-        gradient.
+        coordinate by about the step size, no matter how large the gradient is. The length of such a step is converted
+        to time as if the gradient had a norm of 1. Adam's averages can be ignored here, because they do not change a
+        constant gradient.
         """
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))

@@ -78,7 +78,7 @@ def descend(
         steps: number of steps, ``[m, 1]`` or a single number. None for the number of steps in the round.
         stream: name of the stream of batches. Calls with the same name use the same batches.
         lr: step size. None for the step size of the round.
-        scale: factor s > 0 of the local loss, ``[m, 1]``. None: 1.
+        scale: factor s > 0 of the local loss, ``[m, 1]``. None for 1.
         decay: factor in (0, 1] by which the step size is multiplied after each step.
         terms: functions of the representation that are added to the loss. Their gradient is added to the gradient of
             the batch before clipping.

@@ -33,8 +33,7 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
     """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2, and update w and pi after each epoch.
 
     With the client's weight a_i, the updates are w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), and then
-    pi <- pi + rho (w - x).
-    Momentum carries over from one epoch to the next. The last epoch may be incomplete.
+    ``pi <- pi + rho (w - x)``. Momentum carries over from one epoch to the next. The last epoch may be incomplete.
 
     Args:
         theta: starting point of each client ``[m, d]``.
@@ -43,7 +42,7 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
         x: received model ``[d]``.
         work: local problems of the clients.
         lam: weight of the squared distance to w.
-        rho: penalty.
+        rho: penalty of the constraint w = x.
 
     Returns:
         The variables after the steps of the round. They stay unchanged for clients that take no step.

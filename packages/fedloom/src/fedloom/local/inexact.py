@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 Solver = Literal["svrg", "gd", "sgd", "released"]
-"""SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh`, which ignores the pull and the shift."""
+"""Name of a solver: SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh` ("released").
+
+The last one ignores the proximal terms and the shift.
+"""
 
 
 class DescentResult(NamedTuple):
@@ -86,17 +89,16 @@ def inexact(
     The solvers "svrg" and "gd" stop when ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. If the
     gradients of f_i have a Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer
     w*, because (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, this does not follow, and
-    the bound is
-    0, so that all iterations are run. "sgd" repeats the local steps of the round until the criterion holds. With one
-    iteration, "sgd" is the same as `descend`, which does not check a criterion.
+    the bound is set to zero, so that all iterations are run. "sgd" repeats the local steps of the round until the
+    criterion holds. With one iteration, "sgd" is the same as `descend`, which does not check a criterion.
 
     Args:
         w: starting points ``[m, d]``.
         work: local problems of the clients.
-        pull: pair (beta, y).
-        shift: ``[m, d]``.
+        pull: proximal term (beta, y).
+        shift: vectors ``[m, d]`` of the linear term.
         solver: SVRG, gradient descent, or the run's local SGD.
-        smooth: L.
+        smooth: Lipschitz constant L of the gradients of f_i.
         r: tolerance, at least 0. If it is 0, all iterations are run.
         most: maximum number of outer iterations of SVRG, steps of gradient descent, or repetitions of the round's SGD,
             for clients that train in the round.

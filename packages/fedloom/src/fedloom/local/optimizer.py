@@ -41,8 +41,7 @@ class OptimizerStates:
     """States of the clients' optimizers between two rounds, as W numbers for each of S streams ``[m, S W]``.
 
     The first number of each stream is 1 if there is a state. Each call of `descend` in a round has its own optimizers,
-    which are named
-    after its stream: a second call with "local" is named "local 2", but ("local", 1) continues "local".
+    which are named after its stream: a second call with "local" is named "local 2", but ("local", 1) continues "local".
 
     Attributes:
         rows: states ``[m, S W]``.

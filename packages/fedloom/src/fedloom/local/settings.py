@@ -18,7 +18,7 @@ from fedloom.values import Value
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 ADAMW_PATTERN = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
-"""Names by which AdamW can be given. Its default weight decay is `ADAMW_DECAY`, as in PyTorch."""
+"""Names that select AdamW. Its default weight decay is `ADAMW_DECAY`, as in PyTorch."""
 ADAMW_DECAY = 0.01
 
 MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {

@@ -27,8 +27,7 @@ class Term(NamedTuple):
         weight: number or tensor ``[m, 1]``. A term is ignored if all its weights are zero.
         anchors: further models ``[d]`` or ``[m, d]``. The function receives the features of the same samples under
             these models.
-        argument: tensor or NamedTuple of tensors ``[m, .]``, or None. The function receives the client's row of it. Or
-            None.
+        argument: tensor or NamedTuple of tensors ``[m, .]``, or None.  The function receives the client's row of it.
     """
 
     fn: TermFunction

@@ -32,8 +32,8 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
     """Replace each `nn.Linear` and `nn.Conv2d` by two thinner layers if they have fewer parameters (FedSLR, Table 9).
 
     A convolution ``[o, i, k, l]`` is treated as the matrix ``[o*k, i*l]`` (FedSLR, section 3). It is replaced by a
-    convolution with kernel ``1 x l`` and ``r`` output channels, followed by one with kernel ``k x 1``. Convolutions
-    with groups, or with a padding other than a number of zeros, are not replaced.
+    convolution with kernel ``1 x l`` and ``r`` output channels, followed by one with kernel ``k x 1``. A convolution
+    is not replaced if it has groups, a padding mode other than zeros, or a padding given as text such as "same".
 
     Args:
         module: model to be factorized. If no singular value is dropped, the predictions stay the same up to rounding.

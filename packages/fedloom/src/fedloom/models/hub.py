@@ -20,8 +20,7 @@ class Hub(OfTokens):
 
     With ``name``, weights are downloaded by `AutoModel.from_pretrained`, which never executes code from the repository.
     In this case, the tokens of the data must be those of the model's tokenizer, with 0 as padding. With ``config``, a
-    new model is created without a network connection.
-    Dropout is determined by the model's configuration.
+    new model is created without a network connection. Dropout is determined by the model's configuration.
     """
 
     name: str | None = Field(None, description="name of a model on the hub, or a folder that `save_pretrained` wrote")

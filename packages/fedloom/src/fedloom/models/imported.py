@@ -104,8 +104,7 @@ def describe_model(model: object) -> ModelSpec | None:
 
     Args:
         model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a
-            module.
-            If the object has an import path, the specification is an `Import`, otherwise a `Held`.
+            module. If the object has an import path, the specification is an `Import`, otherwise a `Held`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]

@@ -89,8 +89,7 @@ def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours:
     """Return class probabilities ``[b, c]`` from the stored samples that are nearest to representations ``[b, k]``.
 
     The weight of a neighbor at distance r is proportional to exp(-r^2 / (k scale)). The weights of all neighbors sum to
-    1.
-    If no samples are stored, all probabilities are 0.
+    1. If no samples are stored, all probabilities are 0.
 
     Args:
         z: representations ``[b, k]``.

@@ -1,4 +1,4 @@
-"""Checks of where a command or a method may write."""
+"""Checks of the locations to which a command or a method may write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of files that fedloom writes, and the extensions of their names."""
+"""Kinds of files that fedloom writes, with the file extensions that belong to them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ FILE_KINDS = {
     "data": (".parquet", ".xlsx", ".xls", ".npz", ".npy", ".h5", ".sav", ".dta", ".sas7bdat", ".arff", ".feather"),
     "other": (".zip", ".gz", ".tar", ".pdf", ".docx", ".png", ".jpg", ".jpeg", ".svg", ".dcm", ".nii", ".db", ".key"),
 }
-"""File extensions by kind of file. A name with a different extension, or without an extension, does not determine the
-kind."""
+"""File extensions of each kind of file. If a name has another extension or none, it does not determine the kind."""
 
 
 class FileKind(NamedTuple):
     """Kind of file that fedloom writes.
 
     Attributes:
-        name: one of `FILE_KINDS`.
-        what: description of the file, e.g. ``"a file of predictions"``.
-        is_own: function that returns True if an existing file is of this kind and was written by fedloom, so that it
+        name: one of the names in `FILE_KINDS`.
+        what: description of such a file, e.g. ``"a file of predictions"``.
+        is_own: function that returns True if an existing file is of this kind and was written by fedloom. Such a file
             may be replaced.
     """
 
@@ -38,5 +37,5 @@ class FileKind(NamedTuple):
 
 
 def never(_path: Path) -> bool:
-    """Return False, because files of a kind that people edit are never replaced."""
+    """Return False, because a file of a kind that people edit is never replaced."""
     return False

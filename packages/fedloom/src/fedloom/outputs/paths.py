@@ -1,6 +1,6 @@
-"""Checks of a path before something is written there: a command replaces only its own files, and never an input.
+"""Checks of a path before something is written. A command may replace only files of its own, and never its inputs.
 
-Every command and method that writes files calls `check_output_file` or `check_output_folder` before it starts to work.
+Every command or method that writes files calls `check_output_file` or `check_output_folder` before it starts to work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK_FILE = ".lock"
 
 
 def draft_of(path: Path) -> Path:
-    """Return the temporary file that is written first and renamed once it is complete."""
+    """Return the path of the temporary file that is written first and renamed when it is complete."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -31,13 +31,14 @@ def check_output_file(
     owns: Callable[[Path], bool] = never,
     force: bool | None = False,
 ) -> Path:
-    """Raise if a file must not be written.
+    """Return the path of a file after checking that the file may be written.
 
     Args:
         path: the file.
         kind: kind of the file to write.
-        inputs: files, folders and names that the same call reads. Names that are not paths have no effect.
-        owns: function that returns True if a path relative to a run directory may contain files of this kind.
+        inputs: files, folders and names that the same call reads. Names that are not paths are ignored.
+        owns: function that returns True if this kind of file may be written to a given path relative to a run
+            directory.
         force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
             kind. Inputs, files of a run or a deployment, and links are rejected in any case. None if the caller has no
             such option, so that no message suggests it.
@@ -48,7 +49,7 @@ def check_output_file(
     Raises:
         ConfigError: the path is an input, a link, a folder, a device, a read-only file, a path in a run directory or a
             deployment, or a file of a different kind.
-        RunDirError: the folder of the path is a file, or a broken link.
+        RunDirError: the folder of the path is a file or a broken link.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
@@ -95,7 +96,7 @@ def check_output_folder(
     entries: Collection[str] | None = None,
     owns: Callable[[Path], bool] = never,
 ) -> Path:
-    """Raise if a folder must not be written to.
+    """Return the path of a folder after checking that files may be written to it.
 
     Args:
         folder: folder, which need not exist.
@@ -111,7 +112,7 @@ def check_output_folder(
 
     Raises:
         ConfigError: the folder is in a run directory or a deployment, or an input would be replaced or deleted.
-        RunDirError: the folder is a file, or a broken link.
+        RunDirError: the folder is a file or a broken link.
     """
     from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
 
@@ -142,9 +143,10 @@ def _check_name(path: Path) -> Path:
 
 
 def is_run_directory(folder: Path) -> bool:
-    """Return True if a run has started in a folder.
+    """Return True if a run was started in a folder.
 
-    A single experiment file with the name that runs use belongs to the user.
+    A folder that contains only an experiment file with the name that runs use is not a run directory, because the file
+    may be the user's.
     """
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
         METRICS_FILE,
@@ -162,16 +164,16 @@ def is_run_directory(folder: Path) -> bool:
 
 
 def _is_deployment(folder: Path) -> bool:
-    """Return True if a folder belongs to a server, a site, or a deployment."""
+    """Return True if a folder belongs to a server, a site or a deployment."""
     with suppress(OSError):
         return any((folder / name).is_file() for name in ("site.toml", "server.toml", "authority/ca.crt"))
     return False
 
 
 def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
-    """Raise for a path in a run directory or a deployment, checking a folder and all its parents.
+    """Raise if a folder or one of its parents is a run directory or belongs to a deployment.
 
-    ``target`` is written.
+    ``target`` is the path that will be written.
     """
     place = first.resolve()
     for folder in (place, *place.parents):
@@ -189,7 +191,7 @@ def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], 
 
 
 def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
-    """Yield the inputs that are files or folders."""
+    """Yield the inputs that exist as files or folders."""
     for one in inputs:
         with suppress(OSError, ValueError):  # a name that no path can have
             if isinstance(one, str | os.PathLike) and one and (path := Path(one).expanduser()).exists():
@@ -197,7 +199,10 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return True if two paths lead to the same file, also on a disk that ignores case and the form of accents."""
+    """Return True if two paths lead to the same file.
+
+    Case and the encoding of accents are ignored, as some disks do.
+    """
     if path.exists() and other.exists() and path.samefile(other):
         return True
     return _folded(path) == _folded(other)

@@ -19,9 +19,8 @@ class Buffer:
     """Memory that is shared by forked processes. The large tensors of a message are written into it, one after another.
 
     Args:
-                size: number of bytes. The operating system allocates memory only when it is written. Tensors that do
-                    not fit are included
-            in the message itself.
+        size: number of bytes. The operating system allocates memory only when it is written. Tensors that do
+            not fit are included in the message itself.
     """
 
     def __init__(self, size: int) -> None:

@@ -112,8 +112,7 @@ class AskRequest(NamedTuple):
         ids: ids of the clients ``[m]``.
         model: global model ``[d]``.
         describes: True if clients train the model for one round and return their activations, by which they are
-            clustered to determine their weights.
-            False if they return answers that determine how clients are sampled.
+            clustered to determine their weights. False if they return answers that determine how clients are sampled.
     """
 
     round: int

@@ -96,7 +96,7 @@ def _started() -> int:
 
 
 def _leave_word(error: Exception) -> None:
-    """Write the reason why this rank ends into a file, from which torchrun reports it after all ranks have ended."""
+    """Write the error that ends this rank to a file. torchrun reports it after all ranks have ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):

@@ -83,8 +83,8 @@ class Forgery(Attack, ABC):
 
         Args:
             honest: local models [h, d] of the honest clients, as they are contained in the uploads. None if they are
-                not
-                known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section 3).
+                not known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section
+                3).
             base: models [b, d] that the attackers received.
             benign: models [b, d] that the attackers would send if they were honest.
             m: number of clients in the cohort, including attackers.
@@ -268,8 +268,7 @@ class Sybils(Forgery):
     """Sybil attack in which all attackers send the same vector, the negative of the model that the first one received.
 
     Since their directions are equal, they dominate the quantile in an attention mixer, so that honest clients no longer
-    collaborate.
-    As a defense, ``personalized_aggregation.copies`` counts equal models as a single client.
+    collaborate. As a defense, ``personalized_aggregation.copies`` counts equal models as a single client.
     """
 
     kind: Literal["sybils"] = "sybils"

@@ -67,7 +67,7 @@ def tensor(payload: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 class _Dense:
-    """All values."""
+    """Encoding that sends all values of a field."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int:
         return field.n * field.item

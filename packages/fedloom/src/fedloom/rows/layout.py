@@ -30,10 +30,8 @@ class Layout:
     """Names, shapes and offsets of the parameters of a model, in the order of `named_parameters()`.
 
     A layout is a value: it can be compared, hashed and pickled, and holds no reference to a module. `names`, `shapes`
-        and
-        `offsets` have one
-    entry per parameter. Parameter k is the slice `row[offsets[k] : offsets[k] + numel]`. `d` is the total number of
-    scalars.
+    and `offsets` have one entry per parameter. Parameter k is the slice `row[offsets[k] : offsets[k] + numel]`. `d` is
+    the total number of scalars.
 
     Raises:
         LayoutError: there are no parameters, a name occurs twice, or the numbers of names and shapes differ.

@@ -19,8 +19,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     The head is the last layer with a matrix, including its bias.
 
     Raises:
-        LayoutError: no prefix is given, and no parameter has two dimensions.
-        LayoutError: a prefix matches no parameter.
+        LayoutError: no prefix is given and no parameter has two dimensions, or a prefix matches no parameter.
     """
     if prefixes:
         return layout.mask(*prefixes)

@@ -61,8 +61,8 @@ class Codec:
             ranks: ranks {field: {matrix: rank}} of low-rank fields. They are computed if they are not given.
 
         Raises:
-            WireError: a value is missing or unknown, or has the wrong shape or type. WireError: a value is not on the
-                grid of its encoding.
+            WireError: a value is missing or unknown, has the wrong shape or type, or is not on the grid of its
+                encoding.
         """
         self._names(values)
         descriptors, payloads = [], []
@@ -89,7 +89,7 @@ class Codec:
         """Decode a message to values {name: ``[*shape]``}.
 
         Args:
-            message: any bytes.
+            message: bytes that were received, which need not be a valid message.
             receiver: the receiver's own values of masked fields, which fill in the entries that are not sent. If they
                 are not given, these entries are zero.
 

@@ -1,4 +1,7 @@
-"""Devices: how fast a client computes and communicates, and when it is available. ``DEVICES`` by kind."""
+"""Devices, which determine how fast clients compute and communicate, and when they are available.
+
+``DEVICES`` by kind.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from fedloom.seeds import generator, numpy_generator
 from fedloom.values import Value
 
 Slow = Literal["drawn", "rare-labels"]
-"""Clients that receive the slow devices."""
+"""Rule that chooses which clients have slow devices."""
 
 
 class Devices(Value, ABC):
-    """Devices of a run's clients. They are drawn from seed streams that nothing else uses."""
+    """Devices of all clients in a run. Devices are drawn from random streams that nothing else uses."""
 
     kind: ClassVar[str]
 
@@ -32,18 +35,18 @@ class Devices(Value, ABC):
         """Draw the devices of ``n`` clients.
 
         Args:
-            n: clients.
+            n: number of clients.
             seed: seed of the run.
-            rarity: how rare each client's labels are among all clients ``[n]``.
+            rarity: for each client, how rare its labels are among all clients ``[n]``.
 
         Raises:
-            ConfigError: the devices do not fit n clients.
-            DataError: the file cannot be read.
+            ConfigError: the devices cannot be used with n clients.
+            DataError: the file of devices cannot be read.
         """
 
 
 class Stated(Devices, ABC):
-    """Devices with given speeds, rates and availability."""
+    """Devices whose speeds, rates and availability are given by options."""
 
     speed: float = Field(
         100.0, gt=0, description="number of training samples per second on a typical device, measured or stated"
@@ -80,17 +83,17 @@ class Stated(Devices, ABC):
 
 
 class Equal(Stated):
-    """Every client has the same device."""
+    """Devices that are equal for all clients."""
 
     kind: ClassVar[str] = "equal"
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """All alike."""
+        """Return equal devices for all clients."""
         return self._fleet(torch.ones(n, dtype=torch.float64), seed)
 
 
 class LogNormal(Stated):
-    """Speeds with normally distributed logarithms: the typical speed times exp(spread z)."""
+    """Devices with log-normally distributed speeds: the typical speed times exp(spread z) for a standard normal z."""
 
     kind: ClassVar[str] = "lognormal"
     spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
@@ -99,9 +102,11 @@ class LogNormal(Stated):
     )
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Speeds are assigned at random, or the slowest speed is assigned to the client with the rarest labels.
+        """Draw a speed for each client.
 
-        The device classes are the thirds of the speeds.
+        Speeds are assigned at random, or the slowest to the client with the rarest labels.
+
+        The device classes are the slowest, the middle and the fastest third of the speeds.
         """
         z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
         factor = torch.exp(self.spread * z)
@@ -113,7 +118,7 @@ class LogNormal(Stated):
 
 
 class DeviceClass(Value):
-    """Devices of one class."""
+    """Options of the devices in one class."""
 
     share: float = Field(
         gt=0, le=1, description="fraction of the clients with this kind of device. All fractions sum to 1"
@@ -125,7 +130,10 @@ class DeviceClass(Value):
 
 
 class Classes(Devices):
-    """Named device classes with their shares of the clients, rounded by the largest remainder."""
+    """Named classes of devices, with their fractions of the clients.
+
+    Numbers are rounded by the largest remainder method.
+    """
 
     kind: ClassVar[str] = "classes"
     classes: dict[str, DeviceClass] = Field(
@@ -144,10 +152,10 @@ class Classes(Devices):
         return classes
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Draw the classes.
+        """Draw the device classes of the clients.
 
-        Classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with the
-        rarest labels.
+        The classes are assigned to clients uniformly at random, or the slowest class is assigned to the clients with
+        the rarest labels.
         """
         kinds = list(self.classes.values())
         exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
@@ -176,13 +184,12 @@ class Classes(Devices):
 
 
 class Trace(Devices):
-    """Devices from a file: Parquet or CSV with the columns client, speed, up and down, and some optional columns.
+    """Devices from a Parquet or CSV file with the columns client, speed, up and down, and some optional columns.
 
-    ``client`` counts from 0, ``speed`` is in training samples per second (0: the device never answers), and ``up`` and
-    ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, default 0), ``class`` (a name), and
-    ``start`` and ``end``: an interval in seconds during which the client is available. A client with several intervals
-        has one row per interval.
-    A client without intervals is always available.
+    ``client`` is counted from 0. ``speed`` is in training samples per second, and a device with speed 0 never replies.
+    ``up`` and ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, 0 by default), ``class``
+    (a name), and ``start`` and ``end``, which give an interval in seconds during which the client is available. If a
+    client has several intervals, each of them has its own row. A client without any interval is always available.
     """
 
     kind: ClassVar[str] = "trace"
@@ -203,7 +210,7 @@ class Trace(Devices):
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Assign every client its device from the file."""
+        """Assign a device from the file to every client."""
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
@@ -231,7 +238,7 @@ class Trace(Devices):
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
-    """Order devices so that the first device is assigned to the client with the rarest labels, and so on."""
+    """Return devices reordered so that the client with the rarest labels has the first device, and so on."""
     assigned = torch.empty_like(slow_first)
     assigned[rarity.argsort(descending=True, stable=True)] = slow_first
     return assigned

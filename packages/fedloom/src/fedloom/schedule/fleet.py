@@ -1,4 +1,4 @@
-"""Fleet: the devices of a run's clients as numbers, and the time in seconds that computation and messages take."""
+"""Fleet: the devices of a run's clients as numbers, and the times that computations and messages take."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from fedloom.schedule.presence import Presence
 
 FORWARD_COST = 1 / 3
-"""Cost of a forward-only sample relative to a training sample: a backward pass takes twice as long as a forward
-pass."""
+"""Cost of a forward pass relative to training on the same sample, because a backward pass takes twice as long as a
+forward pass."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Fleet:
     """Devices of n clients.
 
     Attributes:
-        seconds: seconds per training sample ``[n]``. Infinite for a device that never answers.
-        up: bytes per second from the client to the server ``[n]``.
-        down: bytes per second from the server to the client ``[n]``.
+        seconds: time per training sample in seconds ``[n]``. The time is infinite for a device that never replies.
+        up: rate from the client to the server in bytes per second ``[n]``.
+        down: rate from the server to the client in bytes per second ``[n]``.
         latency: delay of every message in seconds ``[n]``.
-        names: device classes.
-        member: index of each client's device class ``[n]``.
-        presence: times at which clients are available. None: always.
+        names: names of the device classes.
+        member: index of the device class of each client ``[n]``.
+        presence: times at which clients are available. If None, clients are always available.
     """
 
     seconds: Tensor
@@ -41,12 +41,12 @@ class Fleet:
 
     @property
     def n(self) -> int:
-        """All clients."""
+        """Number of all clients."""
         return len(self.seconds)
 
     @cached_property
     def _columns(self) -> NDArray[np.float64]:
-        """``[n, 4]`` seconds, up, down and latency."""
+        """Seconds per sample, rates up and down, and latency of every client, ``[n, 4]``."""
         return torch.stack([self.seconds, self.up, self.down, self.latency], 1).numpy()
 
     @cached_property
@@ -54,10 +54,10 @@ class Fleet:
         return bool(self.seconds.isfinite().all())
 
     def busy(self, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the time in seconds that clients need for computation and communication ``[m]``.
+        """Return the time in seconds that clients need for computation and communication, ``[m]``.
 
         Args:
-            ids: ``[m]`` clients.
+            ids: clients ``[m]``.
             counts: numbers of backward samples, forward samples, steps, bytes up and bytes down, in this order, ``[m,
                 .]``.
         """
@@ -73,24 +73,24 @@ class Fleet:
         return seconds_busy
 
     def ends(self, ids: NDArray[np.int64], start: float, busy: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the times at which clients ``[m]`` that begin at ``start`` have worked for ``busy [m]`` seconds."""
+        """Return the times ``[m]`` at which clients that begin at ``start`` have worked for ``busy [m]`` seconds."""
         if self.presence is None:
             return start + busy
         pairs = zip(ids.tolist(), busy.tolist(), strict=True)
         return np.array([self.presence.end(i, start, b) for i, b in pairs])
 
     def presence_seconds(self, client: int, start: float, end: float) -> float:
-        """Return the number of seconds between two times during which clients are available."""
+        """Return how many seconds between two times a client is available."""
         if self.presence is None:
             return end - start
         return self.presence.presence_seconds(client, end) - self.presence.presence_seconds(client, start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time, from ``time`` on, at which a client is available."""
+        """Return the earliest time from ``time`` on at which a client is available."""
         return time if self.presence is None else self.presence.next(client, time)
 
     def absent(self, time: float) -> Tensor:
-        """Return the number of seconds ``[n]`` between 0 and ``time`` during which each client is unavailable."""
+        """Return how many seconds ``[n]`` each client is unavailable between 0 and ``time``."""
         if self.presence is None:
             return torch.zeros(self.n, dtype=torch.float64)
         return torch.tensor([time - self.presence_seconds(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""Presence: times at which devices are available.
+"""Presence: the times at which devices are available.
 
-A device works only in its intervals of availability, and pauses between them.
+A device works only during its intervals of availability, and it pauses between them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from fedloom.errors import ConfigError
 
 
 class Presence:
-    """Intervals of availability by client.
+    """Intervals in which each client is available.
 
     Args:
-        intervals: intervals of each client, [start, end) in seconds, within [0, period]. A client without intervals is
+        intervals: intervals [start, end) of each client, in seconds within [0, period]. A client without intervals is
             always available.
-        period: length of time in seconds after which the intervals repeat. If it is infinite, no client is available
-            after the last interval.
+        period: time in seconds after which the intervals repeat. If the period is infinite, a client is not available
+            after its last interval.
 
     Raises:
         ConfigError: intervals are empty, overlap or exceed the period.
@@ -45,7 +45,7 @@ class Presence:
             self._starts[client], self._done[client] = [start for start, _ in ordered], done
 
     def presence_seconds(self, client: int, time: float) -> float:
-        """Return the number of seconds from 0 to a time during which clients are available."""
+        """Return how many seconds a client is available between 0 and a time."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]
@@ -55,7 +55,7 @@ class Presence:
         return laps * done[-1] + within
 
     def end(self, client: int, start: float, busy: float) -> float:
-        """Return the time when a client that begins at ``start`` has worked ``busy`` seconds, or inf if never."""
+        """Return the time at which a client that begins at ``start`` has worked ``busy`` seconds, or inf if never."""
         if client not in self._starts:
             return start + busy
         starts, done = self._starts[client], self._done[client]
@@ -69,7 +69,7 @@ class Presence:
         return max(before + starts[j - 1] + rest - done[j - 1], start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time, from ``time`` on, at which a client is available, or inf if it never is."""
+        """Return the earliest time from ``time`` on at which a client is available, or inf if there is none."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

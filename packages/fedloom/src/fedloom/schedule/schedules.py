@@ -1,4 +1,4 @@
-"""Schedules: which uploads lead to a server step. ``SCHEDULES`` by kind."""
+"""Schedules, which determine the uploads that are used in a step of the server. ``SCHEDULES`` by kind."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from fedloom.values import Value
 
 
 class Schedule(Value, ABC):
-    """Rule that chooses the uploads for a server step."""
+    """Rule that determines the uploads that are used in a step of the server."""
 
     kind: ClassVar[str]
 
     def adapted(self, n: int) -> Self:
-        """Return the schedule with defaults that work for n clients."""
+        """Return the schedule with defaults that are valid for n clients."""
         return self
 
 
 class Synchronous(Schedule):
-    """A round ends when its last client has answered."""
+    """Schedule in which a round ends when the last of its clients has replied."""
 
     kind: ClassVar[str] = "synchronous"
 
 
 class Deadline(Schedule):
-    """A round ends after a number of seconds, or once all clients have answered. Late uploads are lost."""
+    """Schedule in which a round ends after a number of seconds, or as soon as all clients have replied.
+
+    Late uploads are lost.
+    """
 
     kind: ClassVar[str] = "deadline"
     seconds: float = Field(gt=0, description="maximum length of a round, in simulated seconds")
@@ -41,7 +44,7 @@ class Deadline(Schedule):
 
 
 class OverSelection(Schedule):
-    """A round ends once enough of its clients have answered.
+    """Schedule in which a round ends as soon as enough of its clients have replied.
 
     The remaining clients stop training (Bonawitz et al., MLSys 2019).
     """
@@ -50,15 +53,18 @@ class OverSelection(Schedule):
     factor: float = Field(1.3, ge=1, description="number of clients drawn per upload that is used")
 
     def enough(self, m: int) -> int:
-        """Return the number of uploads that are used out of ``m`` clients."""
+        """Return the number of uploads that are used if ``m`` clients are drawn."""
         return max(round(m / self.factor), 1)
 
 
 class Stream(Schedule, ABC):
-    """Clients train continuously: as soon as a client has answered, a new client with the newest model replaces it.
+    """Schedule in which clients train continuously.
 
-    A server step uses the uploads that arrive first. An upload's staleness is the number of steps that the server took
-    while the client trained. The change of the upload is multiplied by a factor that decreases with its staleness.
+    A client that has replied is replaced by a client with the newest model.
+
+    A step of the server uses the uploads that arrive first. The staleness of an upload is the number of steps that the
+    server took while the client trained. The change in an upload is multiplied by a factor that decreases with the
+    staleness.
     """
 
     concurrency: int | None = Field(
@@ -79,19 +85,19 @@ class Stream(Schedule, ABC):
 
     @property
     def size(self) -> int:
-        """Number of uploads per step."""
+        """Number of uploads that are used in a step."""
         return 1
 
     @property
     def rate(self) -> float | None:
         """Weight of a client's model when it is mixed into the server's model.
 
-        None: the client's change is added to the server's model.
+        If None, the client's change is added to the server's model instead.
         """
         return None
 
     def factor(self, staleness: Tensor) -> Tensor:
-        """Return factors in (0, 1] for uploads with the given stalenesses."""
+        """Return the factors in (0, 1] for uploads with the given staleness."""
         s = staleness.double()
         if self.discount == "polynomial":
             return (1 + s) ** -self.power
@@ -101,27 +107,27 @@ class Stream(Schedule, ABC):
 
 
 class Buffered(Stream):
-    """FedBuff: a server step uses the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
+    """FedBuff: a step uses the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
     buffer: int = Field(10, ge=1, description="K, number of uploads per server step (default: at most all clients)")
 
     @property
     def size(self) -> int:
-        """K."""
+        """Number K of uploads in a step."""
         return self.buffer
 
     def adapted(self, n: int) -> Self:
-        """Limit the buffer to the number of clients, if its size is not given."""
+        """Limit the buffer to the number of clients if the user did not set its size."""
         default = "buffer" not in self.model_fields_set
         return self.with_(buffer=n) if default and self.buffer > n else self
 
 
 class Asynchronous(Stream):
-    """FedAsync: each upload is a step that mixes the client's model into the server's (Xie et al., arXiv:1903.03934).
+    """FedAsync schedule, in which each upload is mixed into the server's model (Xie et al., arXiv:1903.03934).
 
-    x <- (1 - a) x + a w, where a is rate times the factor of the staleness. The paper's local problem also contains
-    FedProx's term.
+    A step is x <- (1 - a) x + a w, where a is rate times the factor that belongs to the staleness. In the paper, the
+    local problem also contains the proximal term of FedProx.
     """
 
     kind: ClassVar[str] = "asynchronous"
@@ -129,7 +135,7 @@ class Asynchronous(Stream):
 
     @property
     def rate(self) -> float | None:
-        """Alpha."""
+        """Weight alpha of a newly received model."""
         return self.mix
 
 

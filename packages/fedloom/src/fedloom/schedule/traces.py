@@ -1,4 +1,4 @@
-"""Traces: device files, read and checked row by row."""
+"""Traces, which are files that describe devices. Each row is checked when a trace is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TRACE_BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "late
 
 
 class DeviceRow(NamedTuple):
-    """Device in a trace: speed, rates, latency, class, and intervals of availability (none: always available)."""
+    """Device in a trace: speed, rates, latency, class, and intervals of availability.
+
+    Without intervals, the device is always available.
+    """
 
     speed: float
     up: float
@@ -30,14 +33,16 @@ class DeviceRow(NamedTuple):
 
 
 def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
-    """Read the devices of a trace, ordered by client.
+    """Read the devices of a trace, keyed by client in ascending order.
 
     Args:
-        path: Parquet or CSV file, possibly compressed with gzip.
-        period: length in seconds of the period that contains the intervals. Infinite for any.
+        path: Parquet or CSV file. A CSV file may be compressed with gzip.
+        period: length in seconds of the period within which all intervals must lie. An infinite period allows any
+            interval.
 
     Raises:
-        DataError: the file cannot be read, or a row is invalid. The message states the file, row, value and fix.
+        DataError: the file cannot be read, or a row is invalid. The message states the file, the row, the value and
+            what to do.
     """
     columns, names = _columns(path)
     _check_rows(path, columns)
@@ -56,7 +61,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
 
 def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
-    """Read the columns as numbers (NaN for an empty cell), and the class of each row."""
+    """Read the columns as numbers, with NaN for empty cells, and the device class of each row."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -123,7 +128,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
-    """Raise if the rows of a client are not intervals of a single device."""
+    """Raise if the rows of a client do not describe intervals of the same device."""
     clients = columns["client"][order]
     for place in np.flatnonzero(clients[1:] == clients[:-1]).tolist():
         before, k = order[place : place + 2].tolist()

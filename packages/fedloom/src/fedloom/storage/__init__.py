@@ -1,4 +1,7 @@
-"""Files that are written completely or not at all. TOML. They store rows, checkpoints and their undo journal."""
+"""Storage in files that are either written completely or not at all.
+
+TOML. The files hold clients' rows, checkpoints, and the undo journal of the rows.
+"""
 
 from __future__ import annotations
 

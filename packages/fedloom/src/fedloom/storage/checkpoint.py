@@ -1,10 +1,10 @@
-"""Checkpoints: everything that a run needs to resume exactly, as safetensors and JSON.
+"""Checkpoints, which contain everything that a run needs to resume exactly, as safetensors and JSON.
 
-Nothing in a checkpoint is ever run as code.
+No part of a checkpoint is ever run as code.
 
-A generation consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``, which contains the checksums of both.
-The JSON file is renamed last, so a generation exists only if it is complete. If a store keeps rows in files, its
-journal determines which rows belong to the generation.
+Checkpoint number G, called generation G, consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``. The JSON
+file contains the checksums of both files. The JSON file is renamed last, so a generation only exists once it is
+complete. If a store keeps its rows in files, its journal determines which rows belong to a generation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Checkpoints", "Loaded", "check_file_digest", "save_tensors"]
 _CHECKPOINT_FORMAT = 1
 _DIGEST_KEY, _BLANK_DIGEST = "sha256", "0" * 64
 _LONGEST_HEADER = 100_000_000
-"""Number of bytes, set by the safetensors library."""
+"""Maximum length of a header in bytes, which the safetensors library defines."""
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -54,12 +54,13 @@ _DTYPE_NAMES = {
 
 
 class Loaded(NamedTuple):
-    """A loaded generation.
+    """Generation that was loaded.
 
     Attributes:
-        generation: its number.
-        tensors: saved tensors, bit for bit, without the tensors of the stores if `Checkpoints.resume` loads them.
-        meta: saved metadata, converted through JSON.
+        generation: number of the generation.
+        tensors: saved tensors, bitwise equal. If the generation was loaded by `Checkpoints.resume`, the tensors of the
+            stores are left out.
+        meta: saved metadata, after conversion to JSON and back.
         warnings: messages about newer generations that could not be used.
     """
 
@@ -70,18 +71,19 @@ class Loaded(NamedTuple):
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write a safetensors file atomically, with one tensor in memory at a time.
+    """Write a safetensors file atomically, keeping only one tensor in memory at a time.
 
     Args:
         path: the file.
-        tensors: tensors by name, of any shape and on any device.
-        metadata: texts for the header. The header then also contains the file's SHA-256 (see `check_file_digest`).
+        tensors: tensors by name, which may have any shape and be on any device.
+        metadata: texts to store in the header. If metadata is given, the header also contains the SHA-256 of the file
+            (see `check_file_digest`).
 
     Returns:
-        SHA-256 of the file, as hexadecimal digits. It is computed with zeros in place of the digest.
+        SHA-256 of the file as hexadecimal digits. The digest is computed with zeros in its own place.
 
     Raises:
-        CheckpointError: the disk is full or rejects the write.
+        CheckpointError: the disk is full or the write is rejected.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {_DIGEST_KEY: _BLANK_DIGEST, **metadata}} if metadata else {}
@@ -110,7 +112,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def has_digest(path: Path) -> bool:
-    """Return True if a file is a safetensors file to which `save_tensors` added a digest."""
+    """Return True if a file is a safetensors file whose header contains a digest from `save_tensors`."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), regular(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return _DIGEST_KEY in json.loads(file.read(min(length, _LONGEST_HEADER)))["__metadata__"]
@@ -118,12 +120,12 @@ def has_digest(path: Path) -> bool:
 
 
 def check_file_digest(path: Path) -> None:
-    """Raise if a safetensors file differs from the file that `save_tensors` wrote with metadata.
+    """Raise if a safetensors file that `save_tensors` wrote with metadata has changed since then.
 
-    A file without a digest passes the check.
+    A file without a digest is accepted.
 
     Raises:
-        LayoutError: the file is damaged, or is not a safetensors file.
+        LayoutError: the file is damaged or is not a safetensors file.
     """
     with suppress(OSError, ValueError, AttributeError, RecursionError), regular(path).open("rb") as file:
         length = file.read(8)
@@ -143,13 +145,13 @@ def check_file_digest(path: Path) -> None:
 
 
 class Checkpoints:
-    """Generations of checkpoints in a folder.
+    """Generations of checkpoints in one folder.
 
     Args:
-        folder: folder, which the first `save` creates.
+        folder: folder of the checkpoints. The first call of `save` creates the folder.
         keep: number of generations to keep.
-        update_numbers: function that replaces the names in the ``numbers`` of a generation written by an earlier
-            version by their current names.
+        update_numbers: function that replaces old names by current names in the ``numbers`` of a generation that an
+            earlier version wrote.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class Checkpoints:
         self.folder, self.keep, self._update_numbers = folder, keep, update_numbers
 
     def generations(self) -> list[int]:
-        """List the generations from the oldest, including damaged generations."""
+        """List the generations from the oldest to the newest, including damaged ones."""
         names = [p.stem.removeprefix("checkpoint-") for p in self.folder.glob("checkpoint-*.json")]
         return sorted(int(name) for name in names if name.isdigit())
 
@@ -171,17 +173,17 @@ class Checkpoints:
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
     ) -> None:
-        """Store a generation durably together with the rows of the stores, and delete old generations beyond `keep`.
+        """Store a generation durably, together with the rows of the stores, and delete generations in excess of `keep`.
 
         Args:
-            generation: number greater than the newest generation.
-            tensors: by name.
-            meta: metadata that JSON can represent.
+            generation: number of the generation, which must exceed the newest one.
+            tensors: tensors by name.
+            meta: metadata that can be represented in JSON.
             fingerprint: fingerprint of the experiment.
-            stores: by name.
+            stores: stores of rows by name.
 
         Raises:
-            CheckpointError: the disk is full or rejects the write. The earlier generations stay intact.
+            CheckpointError: the disk is full or the write is rejected. Earlier generations stay intact.
         """
         stores, generations = stores or {}, self.generations()
         assert not generations or generation > generations[-1], f"checkpoint {generation} after {generations[-1]}"
@@ -211,16 +213,16 @@ class Checkpoints:
             store.prune(kept[0])
 
     def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> Loaded | None:
-        """Load the newest intact generation, or return None if there is none. Nothing is changed.
+        """Load the newest generation that is intact, or return None if there are no generations. Nothing is changed.
 
         Args:
             fingerprint: fingerprint of the experiment.
-            numbers: values of the experiment by dotted key. An error lists the values that differ from ``numbers`` in
-                the generation's metadata.
+            numbers: values of the experiment, keyed by dotted key. If the generation belongs to a different experiment,
+                the error lists the values that differ from ``numbers`` in the generation's metadata.
 
         Raises:
-            DamagedCheckpoint: every generation is damaged.
-            RunDirError: the generation belongs to a different experiment, or was written by a different version.
+            DamagedCheckpoint: all generations are damaged.
+            RunDirError: the generation belongs to a different experiment, or it was written by a different version.
         """
         warnings: list[str] = []
         for generation in reversed(self.generations()):
@@ -245,9 +247,9 @@ class Checkpoints:
         return None
 
     def meta(self) -> dict[str, Any] | None:
-        """Read the description of the newest generation without its tensors.
+        """Read the metadata of the newest generation, without its tensors. Return None if there is no generation.
 
-        This is safe while another process saves.
+        This function may be called while another process saves a generation.
         """
         while True:
             generations = self.generations()
@@ -268,13 +270,17 @@ class Checkpoints:
         stores: Mapping[str, Store[Any]] | None = None,
         numbers: Mapping[str, object] | None = None,
     ) -> Loaded | None:
-        """Do `load`, and restore the stores to this generation (or to an empty state). Newer rows are discarded.
+        """Load the newest generation as `load` does, and restore the stores to it.
 
-        The tensors are aligned in memory as torch aligns them, and not as in the file.
+        If there is no generation, the stores are emptied.
+
+        Rows that are newer than the generation are discarded.
+
+        Tensors are copied so that their alignment in memory is that of torch instead of that of the file.
 
         Raises:
-            DamagedCheckpoint: every generation is damaged, or the rows of a store are damaged.
-            RunDirError: the generation belongs to another experiment.
+            DamagedCheckpoint: all generations are damaged, or the rows of a store are damaged.
+            RunDirError: the generation belongs to a different experiment.
         """
         stores = stores or {}
         loaded = self.load(fingerprint, numbers)
@@ -293,7 +299,10 @@ class Checkpoints:
         return loaded._replace(tensors=placed)
 
     def copy_newest(self, folder: Path) -> None:
-        """Copy the newest intact generation into another folder, even while a process saves newer generations."""
+        """Copy the newest intact generation to another folder.
+
+        Other processes may save generations at the same time.
+        """
         for generation in reversed(self.generations()):
             make_folder(folder)
             copy = Checkpoints(folder)
@@ -309,7 +318,7 @@ class Checkpoints:
         return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
 
     def _read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Return the body and the tensors of a generation, or None if either is damaged."""
+        """Return the body and the tensors of a generation, or None if one of its files is damaged."""
         data, text = self._paths(generation)
         try:
             content: dict[str, Any] = json.loads(regular(text).read_bytes())

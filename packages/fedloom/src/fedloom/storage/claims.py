@@ -1,12 +1,10 @@
-"""Claims: any number of processes and machines take units of work from one folder, without locks or clocks.
+"""Claims, with which any number of processes and machines share the units of work in a folder without locks or clocks.
 
-Each unit has a folder with a subfolder for each attempt, numbered from 1. The process that creates the subfolder owns
-the attempt, because creating a folder is atomic on every disk. The attempt's counter increases while its process is
-alive.
-    If
-    an observer has seen the same value for `EXPIRY_SECONDS` by its own clock, or knows that the process has ended,
-    another process may start the next attempt. A rename publishes the result of a unit. If several attempts finish, the
-    first result is kept.
+Each unit has a folder, which has a subfolder for each attempt. Attempts are numbered from 1. The process that creates
+the subfolder owns the attempt, because creating a folder is atomic on every disk. While this process is alive, it
+increments the counter of the attempt. Another process may start the next attempt if it has seen the same counter for
+`EXPIRY_SECONDS` by its own clock, or if it knows that the owner has ended. The result of a unit is published by
+renaming a folder. If several attempts finish, the first result is kept.
 """
 
 from __future__ import annotations
@@ -26,20 +24,20 @@ from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
 PULSE_SECONDS = 5.0
-"""Number of seconds between two increments of a counter."""
+"""Interval between two increments of a counter, in seconds."""
 EXPIRY_SECONDS = 60.0
-"""Number of seconds without an increment after which the process of a claim counts as dead."""
+"""Time without an increment, in seconds, after which the owner of a claim is regarded as dead."""
 PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 
 class Claimant(NamedTuple):
-    """Owner of a claim, and the progress of its work.
+    """Owner of a claim, with the progress of its work.
 
     Attributes:
-        host: name of the machine.
-        pid: process id on this machine.
-        progress: description of the progress.
-        ended: True if the owner has released the unit, or is known to have died.
+        host: name of the machine on which the owner runs.
+        pid: id of the owner's process on this machine.
+        progress: text that describes the progress.
+        ended: True if the owner has released the unit or is known to have ended.
     """
 
     host: str
@@ -49,17 +47,19 @@ class Claimant(NamedTuple):
 
 
 class UnitClaim:
-    """Unit that this process works on. Another thread increments its counter until `release`.
+    """Unit of work that this process has claimed.
+
+    A thread increments the counter of the attempt until `release` is called.
 
     Args:
-        folder: folder of the attempt, created by this process.
-        before: previous attempt, whose owner has ended. None for the first attempt.
-        dead: True if this owner is known to have ended, so that it cannot write there any more.
+        folder: folder of the attempt, which this process has created.
+        before: folder of the previous attempt, whose owner has ended. None if there is no previous attempt.
+        dead: True if the previous owner is known to have ended, so that it cannot write to its folder any more.
 
     Attributes:
-        state: folder for the work. It contains a checkpoint of the previous attempt, if there is one.
-        earlier: state of the previous attempt, if it has not been moved. None for the first attempt.
-        progress: description of the progress, for other processes.
+        state: folder in which the work is done. If the previous attempt has left a checkpoint, the folder contains it.
+        earlier: state folder of the previous attempt, which may have been moved. None for the first attempt.
+        progress: text that describes the progress to other processes.
     """
 
     def __init__(self, folder: Path, before: Path | None, *, dead: bool) -> None:
@@ -73,19 +73,19 @@ class UnitClaim:
             _take_over(self.earlier, self.state, dead=dead)
 
     def release(self) -> None:
-        """Release the unit. Other processes may then use its state."""
+        """Release the unit. Other processes may then take over the state of the attempt."""
         self._stop()
         with suppress(OSError):
             self._write(released=True)
 
     def publish(self, target: Path) -> bool:
-        """Rename the state to its final location.
+        """Publish the result by renaming the state folder to its final location.
 
         Returns:
-            True if this attempt was the first to finish. Otherwise, the earlier result is kept.
+            True if this attempt was the first to finish, otherwise False, and the earlier result is kept.
 
         Raises:
-            CheckpointError: the disk rejects the write.
+            CheckpointError: the write is rejected.
         """
         self._stop()
         return publish(self.state, target)
@@ -110,10 +110,10 @@ class UnitClaim:
 
 
 class Claims:
-    """Claims in a folder, as one process sees them.
+    """Claims in a folder as seen by one process.
 
     Args:
-        folder: folder that contains a folder for each unit that was ever claimed.
+        folder: folder with a subfolder for each unit that was ever claimed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -121,13 +121,13 @@ class Claims:
         self._seen: dict[Path, tuple[object, float]] = {}
 
     def take(self, unit: str) -> UnitClaim | None:
-        """Claim a unit. None if another process has claimed the unit.
+        """Claim a unit. Return None if another process has claimed the unit.
 
         Args:
-            unit: name of the unit, which must be a valid folder name.
+            unit: name of the unit, which must be valid as the name of a folder.
 
         Raises:
-            CheckpointError: the disk rejects the write.
+            CheckpointError: the write is rejected.
         """
         place, newest = self.folder / unit, self._newest(unit)
         before = None if newest == 0 else place / str(newest)
@@ -146,7 +146,7 @@ class Claims:
             return UnitClaim(attempt, before, dead=dead)
 
     def claimant(self, unit: str) -> Claimant | None:
-        """Return the current or last owner of a unit. None if the unit was never claimed."""
+        """Return the current or the last owner of a unit. Return None if the unit was never claimed."""
         newest = self._newest(unit)
         pulse = _read(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
@@ -154,23 +154,26 @@ class Claims:
         return Claimant(str(pulse["host"]), int(pulse["pid"]), str(pulse["progress"]), _has_ended(pulse))
 
     def units(self) -> list[str]:
-        """Return the names of the units that were ever claimed."""
+        """Return the names of all units that were ever claimed."""
         with suppress(FileNotFoundError):
             return sorted(path.name for path in self.folder.iterdir() if path.is_dir())
         return []
 
     def find_abandoned(self, unit: str) -> Path | None:
-        """Return the state of a unit whose owner is known to have ended. None without one."""
+        """Return the state folder of a unit whose owner is known to have ended.
+
+        Return None if there is no such state.
+        """
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)
         state = attempt / STATE_KEY
         return state if newest and state.is_dir() and _has_ended(_read(attempt)) else None
 
     def check_ended(self) -> None:
-        """Raise if another process may still work on a unit.
+        """Raise if another process may still be working on a unit.
 
         Raises:
-            RunDirError: an owner has not released its unit, and is not known to have ended.
+            RunDirError: an owner has not released its unit and is not known to have ended.
         """
         for unit in self.units():
             holder = self.claimant(unit)
@@ -182,7 +185,7 @@ class Claims:
                 )
 
     def forget(self) -> None:
-        """Delete all claims at once after the last unit."""
+        """Delete all claims at once, after the last unit is finished."""
         waste = self.folder.with_name(f"{self.folder.name}-{socket.gethostname()}-{os.getpid()}")
         with suppress(OSError):
             self.folder.rename(waste)
@@ -194,7 +197,7 @@ class Claims:
         return 0
 
     def _expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
-        """Return True if the counter of an attempt has not changed for a long time, by the clock of this process."""
+        """Return True if an attempt's counter has not changed for `EXPIRY_SECONDS` by the clock of this process."""
         counter, now = None if pulse is None else pulse["counter"], time.monotonic()
         value, since = self._seen.get(attempt, (..., now))
         if value != counter:
@@ -204,13 +207,13 @@ class Claims:
 
 
 def publish(source: Path, target: Path) -> bool:
-    """Rename a folder to its final location, unless the location is taken.
+    """Rename a folder to its final location unless this location already exists.
 
     Returns:
         True if the folder was renamed.
 
     Raises:
-        CheckpointError: the disk rejects the write.
+        CheckpointError: the write is rejected.
     """
     make_folder(target.parent)
     with explained(target):
@@ -226,7 +229,7 @@ def publish(source: Path, target: Path) -> bool:
 
 
 def _take_over(before: Path, state: Path, *, dead: bool) -> None:
-    """Continue an ended attempt: with all its files if no process writes there, else with its newest checkpoint."""
+    """Continue an attempt that has ended, with all its files if its owner is dead, else with its newest checkpoint."""
     if dead:
         with suppress(OSError):
             before.rename(state)
@@ -239,7 +242,7 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
 
 
 def _read(attempt: Path) -> dict[str, Any] | None:
-    """Return the owner's last record. None before its first record."""
+    """Return what the owner of an attempt recorded last. Return None if nothing was recorded yet."""
     with suppress(OSError, ValueError):
         pulse: dict[str, Any] = json.loads((attempt / PULSE_FILE).read_text())
         return pulse
@@ -247,7 +250,7 @@ def _read(attempt: Path) -> dict[str, Any] | None:
 
 
 def _has_ended(pulse: dict[str, Any] | None) -> bool:
-    """Return True if an owner has released its unit, or was a process of this system that has ended."""
+    """Return True if the owner has released its unit, or if it was a process on this system that has ended."""
     if pulse is None:
         return False
     here = pulse["place"] is not None and pulse["place"] == _place()
@@ -255,7 +258,7 @@ def _has_ended(pulse: dict[str, Any] | None) -> bool:
 
 
 def _place() -> str | None:
-    """Identify the system to which this process's process ids belong: a boot of a machine, or a container on it."""
+    """Return a text that identifies the system on which process ids are valid: a boot of a machine, or a container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -264,7 +267,10 @@ def _place() -> str | None:
 
 
 def _begun(pid: int) -> str | None:
-    """Return the start time of a process of this system, as the kernel counts. None if the process has ended."""
+    """Return the start time of a process on this system, in the units of the kernel.
+
+    Return None if the process has ended.
+    """
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,9 @@
-"""Disk primitives: every change to a run directory uses one of them.
+"""Disk primitives, with which all changes to a run directory are made.
 
-They are create, write, fsync, rename, truncate and unlink. Each primitive calls `hook` first, so that a test can stop
-the process there. A write is then split in two, with the step ``"tear"`` between the two halves. A process started with
-``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it were killed.
+The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, which allows
+a test to stop the process at this point. While a hook is set, each write is split into two halves, and the step
+``"tear"`` is between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it
+were killed.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 hook: Callable[[str, Path], None] | None = None
-"""Function that is called before each primitive with the primitive's name and path. Tests use it."""
+"""Function that is called before each primitive, with the name of the primitive and the path. Tests set this
+function."""
 
 _crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
 _steps = 0
 
 
 def step(op: str, path: Path) -> None:
-    """Call the hook before a primitive, or end the process there."""
+    """Call the hook before a primitive, or end the process if it was started to crash here."""
     global _steps
     if hook is not None:
         hook(op, path)
@@ -41,10 +43,11 @@ def is_watched() -> bool:
 
 
 def regular(path: Path) -> Path:
-    """Check that a path is a regular file, or does not exist. Return it.
+    """Return a path after checking that it is a regular file or does not exist. Return it.
 
     Raises:
-        OSError: the path is a pipe, a socket, a device or a folder. Opening a pipe would wait for a writer.
+        OSError: the path is a pipe, a socket, a device or a folder. This check prevents waiting for a writer, as
+            opening a pipe would.
     """
     try:
         mode = os.stat(path).st_mode
@@ -56,14 +59,17 @@ def regular(path: Path) -> Path:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a regular file without following a link, which could lead to any of the user's files."""
+    """Open a regular file. Links are not followed, because a link could lead to any of the user's files."""
     if flags & os.O_CREAT:
         step("create", path)
     return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
-    """Write bytes, beginning at a position. None: the current position of the file."""
+    """Write bytes to an open file, beginning at a position.
+
+    If the position is None, writing begins at the current position of the file.
+    """
     torn = len(data) > 1 and is_watched()
     cut = len(data) // 2 if torn else len(data)
     for op, part in (("write", data[:cut]), ("tear", data[cut:])):
@@ -76,13 +82,13 @@ def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
 
 
 def fsync(fd: int, path: Path) -> None:
-    """Wait until the written bytes are on the disk."""
+    """Wait until the bytes written to a file are on the disk."""
     step("fsync", path)
     os.fsync(fd)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names of the files in a folder are on the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd, folder)
@@ -91,11 +97,11 @@ def fsync_folder(folder: Path) -> None:
 
 
 def truncate(fd: int, path: Path, length: int) -> None:
-    """Set the length of a file."""
+    """Set the length of an open file."""
     step("truncate", path)
     os.ftruncate(fd, length)
 
 
 def as_bytes(data: Buffer) -> memoryview:
-    """View a buffer as bytes."""
+    """Return a view of a buffer as bytes."""
     return memoryview(data).cast("B")

@@ -1,4 +1,4 @@
-"""Files of a run directory. They are written only with the primitives in `fedloom.storage.disk`."""
+"""Files of a run directory. These files are written only with the primitives of `fedloom.storage.disk`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAX_BUFFERS_PER_CALL = 1024
-"""Largest number of buffers that a system call reads or writes."""
+"""Maximum number of buffers that one system call reads or writes."""
 MAX_OPEN_ATTEMPTS = 100
-"""Number of attempts to open a draft that appears to be a different file. Some disks change the inode numbers of open
-files."""
+"""Number of attempts to open a temporary file if it appears to be a different file each time. The number is limited
+because some disks change the inode numbers of open files."""
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Within the block, convert a failed write into a `CheckpointError`."""
+    """Convert a failed write in the block into a `CheckpointError`."""
     return explain_os_error(path, "Earlier results are intact", "run the same command again")
 
 
 class Sink(io.RawIOBase):
-    """File-like object that a writer passed to `write_atomic` fills from start to end."""
+    """File-like object that `write_atomic` passes to a function, which fills it from start to end."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd, self._path, self._length = fd, path, 0
@@ -58,20 +58,20 @@ class Sink(io.RawIOBase):
         return self._length
 
     def replace(self, data: Buffer, at: int) -> None:
-        """Replace the bytes from position ``at`` on by other bytes."""
+        """Overwrite the bytes from position ``at`` on."""
         disk.write_bytes(self._fd, self._path, disk.as_bytes(data), at)
 
 
 def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
-    """Read the content of a regular file.
+    """Return the content of a regular file.
 
     Args:
         path: the file.
-        what: name of the content used in the message, e.g. ``"the site file"``.
+        what: description of the file, used in the message, e.g. ``"the site file"``.
         cure: end of the message, which says what to do.
 
     Raises:
-        ConfigError: the file is missing, is not a regular file, or cannot be read.
+        ConfigError: the file does not exist, is not a regular file, or cannot be read.
     """
     try:
         return disk.regular(path).read_bytes()
@@ -80,11 +80,11 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Create a folder and its parents with a mode, durably.
+    """Create a folder with the given mode, and its parents, durably.
 
     Raises:
         RunDirError: the path cannot be a folder.
-        CheckpointError: the disk rejects the write.
+        CheckpointError: the write is rejected.
     """
     check_folder(folder)
     if folder.exists():
@@ -98,7 +98,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 
 def is_unused(folder: Path) -> bool:
-    """Return True if a folder is missing, or contains only hidden files.
+    """Return True if a folder does not exist or contains only hidden files.
 
     Raise `RunDirError` if the path cannot be a folder.
     """
@@ -107,10 +107,10 @@ def is_unused(folder: Path) -> bool:
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise if folders with these names or inside them are links, since their content may be replaced and deleted.
+    """Raise if one of these folders, or an entry in it, is a link, because its content may be replaced and deleted.
 
     Raises:
-        RunDirError: a folder is a link. The message names the first link.
+        RunDirError: one of them is a link. The message names the first link.
     """
     for place in (folder / name for name in names):
         inside = () if place.is_symlink() else sorted(place.glob("*"))
@@ -123,17 +123,17 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
-    """Replace a whole file: after a crash at any moment, it contains either its old or its new content.
+    """Replace a whole file. After a crash at any moment, the file contains either its old or its new content.
 
-    Several processes may write the same file: each process writes a complete file, one after the other.
+    Several processes may write the same file. They take turns, and each of them writes a complete file.
 
     Args:
         path: the file. Its folder exists.
-        content: bytes, or a function that writes them to a file-like object.
+        content: bytes, or a function that writes the bytes to a file-like object.
 
     Raises:
-        CheckpointError: the path is a folder, or the disk is full or rejects the write. The old file is then intact,
-            and no temporary file remains.
+        CheckpointError: the path is a folder, the disk is full, or the write is rejected. In this case, the old file is
+            intact and no temporary file remains.
     """
     with explained(path):
         if path.is_dir():
@@ -152,7 +152,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
 
 @contextmanager
 def _draft(path: Path) -> Iterator[int]:
-    """Open a temporary file for one writer at a time, across all processes. The next writer waits."""
+    """Open a temporary file that only one writer among all processes may use at a time. Other writers wait."""
     for tries_left in reversed(range(MAX_OPEN_ATTEMPTS)):
         with _removed_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
@@ -183,7 +183,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return True if a path leads to an open file."""
+    """Return True if a path leads to the given open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -191,24 +191,24 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def create_file(path: Path) -> None:
-    """Create an empty file if it is missing. Raise `CheckpointError` if the disk rejects the write."""
+    """Create an empty file if the path does not exist. Raise `CheckpointError` if the write is rejected."""
     if not path.exists():
         with explained(path):
             os.close(disk.open_file(path, os.O_WRONLY | os.O_CREAT))
 
 
 def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
-    """Append to an existing file, with a single fsync.
+    """Append bytes to an existing file, with a single fsync.
 
     Args:
         path: the file.
-        pieces: the bytes, in order.
+        pieces: bytes to append, in order.
 
     Returns:
-        The file's new length in bytes.
+        New length of the file in bytes.
 
     Raises:
-        CheckpointError: the disk is full or rejects the write. The file then has its previous length.
+        CheckpointError: the disk is full or the write is rejected. In this case, the file has its previous length.
     """
     with explained(path):
         fd = disk.open_file(path, os.O_WRONLY)
@@ -228,10 +228,12 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line like `append_synced`. If a crash truncated the last line, the new line starts on a new line.
+    """Append a line with a single fsync.
+
+    If a crash truncated the last line, the appended line still begins on a line of its own.
 
     Raises:
-        CheckpointError: the disk is full or rejects the write. The file then has its previous length.
+        CheckpointError: the disk is full or the write is rejected. In this case, the file has its previous length.
     """
     with explained(path), disk.regular(path).open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
@@ -240,10 +242,12 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def discard(*paths: Path) -> None:
-    """Delete files in order. The folder is fsynced, so a deleted file cannot reappear once the next file is gone.
+    """Delete files in the given order.
+
+    After each deletion, the folder is fsynced, so a deleted file cannot reappear once the next file is gone.
 
     Raises:
-        CheckpointError: the disk rejects the deletion.
+        CheckpointError: the deletion is rejected.
     """
     for path in paths:
         with explained(path), suppress(FileNotFoundError):
@@ -253,15 +257,15 @@ def discard(*paths: Path) -> None:
 
 
 class RowFile:
-    """File of fixed length that is read and written in place. Forked processes may share it.
+    """File of fixed length that is read and written in place. Forked processes may share the file.
 
     Args:
         path: the file.
-        length: bytes.
-        new: True to create the file, or to replace it, with zeros. Otherwise, the file must exist with this length.
+        length: length of the file in bytes. new: True to create the file, or to replace an existing one, with zeros.
+            Otherwise, the file must exist and have this length.
 
     Raises:
-        CheckpointError: (any method) the disk is full or rejects the write, or the file is missing or truncated.
+        CheckpointError: (any method) the disk is full, the write is rejected, or the file is missing or truncated.
     """
 
     def __init__(self, path: Path, length: int, new: bool) -> None:
@@ -277,7 +281,7 @@ class RowFile:
                 disk.fsync_folder(path.parent)
 
     def read(self, into: Sequence[memoryview], at: int) -> None:
-        """Fill up to `MAX_BUFFERS_PER_CALL` buffers, one after the other, from byte ``at`` on."""
+        """Fill up to `MAX_BUFFERS_PER_CALL` buffers in order with the bytes from position ``at`` on."""
         while into:
             done = os.preadv(self._fd, into, at)
             if done == 0:
@@ -285,9 +289,9 @@ class RowFile:
             into, at = _remaining_buffers(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
-        """Write up to `MAX_BUFFERS_PER_CALL` buffers per call, beginning at a byte.
+        """Write buffers, up to `MAX_BUFFERS_PER_CALL` at a time, each group from its own position on.
 
-        They are durable only after `sync`.
+        The bytes are durable only after `sync`.
         """
         with explained(self.path):
             for data, at in pieces:
@@ -298,17 +302,17 @@ class RowFile:
                     disk.write_bytes(self._fd, self.path, memoryview(b"".join(data)), at)
 
     def sync(self) -> None:
-        """Wait until all writes, by any process, are on the disk."""
+        """Wait until everything that any process has written is on the disk."""
         with explained(self.path):
             disk.fsync(self._fd, self.path)
 
     def close(self) -> None:
-        """Close the file in this process. Deleting this object also closes it."""
+        """Close the file in this process. The file is also closed when the object is deleted."""
         self._close()
 
 
 def _remaining_buffers(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return the non-empty buffers that remain after a number of bytes."""
+    """Return the part of some buffers that remains after a number of bytes has been processed."""
     for k, buffer in enumerate(buffers):
         if done < len(buffer):
             return [buffer[done:], *buffers[k + 1 :]]

@@ -1,11 +1,13 @@
-"""Undo journal for rows in a file: it stores a row's old content before the row is overwritten.
+"""Undo journal for rows in a file. The journal stores the old content of a row before the row is overwritten.
 
-``journal-G`` starts at checkpoint G. Its header lists the clients that have rows at this checkpoint, and the length of
-the previous journal. Its records contain the old bytes of the rows that have been changed since then. Applying the
-journals from the newest to the oldest restores the rows of any checkpoint that has a journal.
+The journal ``journal-G`` starts at checkpoint G. Its header lists the clients that have rows at this checkpoint, and
+contains the length of the previous journal. The records of a journal contain the old bytes of the rows that have been
+changed since the checkpoint. If a checkpoint has a journal, its rows are restored by applying all journals from the
+newest back to this one.
 
-Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of the record. Only the
-last record can be torn by a crash. The rows in this record had not been overwritten, so it is ignored.
+A record consists of a tag (16 random bytes of the journal), the number of rows k, ids [k] int64, the rows, and the
+CRC-32 of the record. A crash can only damage the last record. This record is ignored, because the rows in it had not
+been overwritten yet.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ class Header(NamedTuple):
     """Header of a journal file.
 
     Attributes:
-        generation: checkpoint at which the journal starts.
-        previous: generation of the previous journal, or -1 for the first.
-        sealed: length in bytes of the previous journal when this journal started.
-        tag: first bytes of each record.
-        occupied: mask of the clients with a row at the checkpoint, bool [n].
+        generation: number of the checkpoint at which the journal starts.
+        previous: generation of the previous journal, or -1 if there is none.
+        sealed: length of the previous journal in bytes when this journal was started.
+        tag: bytes with which each record begins.
+        occupied: mask of the clients that have a row at the checkpoint, bool [n].
         length: length of the header in bytes.
     """
 
@@ -65,7 +67,7 @@ class _Record(NamedTuple):
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor without copying them."""
     if not tensor.numel():
         return memoryview(b"")
     assert tensor.is_contiguous()
@@ -73,11 +75,11 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 class Journal:
-    """Journals of one store.
+    """All journals of one store.
 
     Args:
-        folder: folder of the ``journal-G`` files.
-        layout: text that describes the fields, shapes and types of the rows.
+        folder: folder that contains the ``journal-G`` files.
+        layout: text that describes the fields, shapes and dtypes of the rows.
         width: number of bytes per row.
     """
 
@@ -87,26 +89,26 @@ class Journal:
         self._length = 0
 
     def path(self, generation: int) -> Path:
-        """Return the journal file of a checkpoint's generation."""
+        """Return the journal file that belongs to a checkpoint."""
         return self._folder / f"journal-{generation}"
 
     def exists(self) -> bool:
-        """Return True if a journal exists.
+        """Return True if there is a journal.
 
         Raises:
-            RunDirError: the journal belongs to different clients or a different model.
+            RunDirError: the journal belongs to a different set of clients or a different model.
             DamagedCheckpoint: the journal is damaged.
         """
         newest = self.generations()[-1:]
         return bool([self._header(g) for g in newest])
 
     def generations(self) -> list[int]:
-        """Return the checkpoints with a journal, from the oldest on."""
+        """Return the numbers of the checkpoints that have a journal, in ascending order."""
         names = [p.name.removeprefix("journal-") for p in self._folder.glob("journal-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
     def start(self, generation: int, occupied: Tensor, previous: int, sealed: int) -> None:
-        """Start the journal of a checkpoint, or replace it, in one atomic step."""
+        """Start the journal of a checkpoint in one atomic step, replacing any existing journal."""
         tag = os.urandom(16)
         text = json.dumps(
             {
@@ -124,9 +126,9 @@ class Journal:
         self._length = len(content)
 
     def next(self, generation: int, occupied: Tensor) -> None:
-        """Start the journal of a new checkpoint after the open journal.
+        """Start the journal of a new checkpoint, which follows the open journal.
 
-        This does nothing if no row has changed since then.
+        Nothing happens if no row has changed since the open journal was started.
         """
         assert self._open is not None
         if (generation, self._length) == (self._open.generation, self._open.length) and self._open.occupied.equal(
@@ -137,11 +139,11 @@ class Journal:
         self.start(generation, occupied, self._open.generation, self._length)
 
     def append(self, ids: Tensor, old: Callable[[Tensor], Tensor]) -> None:
-        """Append one record, with a single fsync.
+        """Append one record to the journal, with a single fsync.
 
         Args:
-            ids: [k] int64.
-            old: function from ids to the current rows [len(ids), bytes per row] uint8.
+            ids: ids of the clients [k] int64.
+            old: function that maps ids to their current rows [len(ids), bytes per row] uint8.
         """
         assert self._open is not None
         tag = self._open.tag
@@ -159,11 +161,11 @@ class Journal:
         self._length = append_synced(self.path(self._open.generation), pieces())
 
     def chain(self, generation: int) -> list[Header]:
-        """Return the headers from a checkpoint's journal to the newest journal.
+        """Return the headers of all journals from that of a checkpoint to the newest.
 
         Raises:
             DamagedCheckpoint: one of these journals is missing or damaged.
-            RunDirError: the journals belong to other clients or another model.
+            RunDirError: the journals belong to a different set of clients or a different model.
         """
         headers = [self._header(g) for g in self.generations() if g >= generation]
         linked = all(b.previous == a.generation for a, b in pairwise(headers))
@@ -175,14 +177,14 @@ class Journal:
         return headers
 
     def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield old rows in parts, with the last record first.
+        """Yield the old rows of a journal in pieces, beginning with the last record.
 
         Args:
-            header: whose records.
-            sealed: required length of the file. None for the newest journal, whose end may be torn.
+            header: header of the journal whose rows are read.
+            sealed: length that the file must have. None for the newest journal, whose last record may be incomplete.
 
         Yields:
-            Ids [k] and rows [k, bytes per row] uint8.
+            Ids [k], and rows [k, bytes per row] uint8.
 
         Raises:
             DamagedCheckpoint: the journal is damaged.
@@ -205,13 +207,16 @@ class Journal:
                     yield ids, rows
 
     def restart(self, chain: list[Header]) -> None:
-        """Restart from the oldest header of a chain that was undone. The newer journals are deleted, newest first."""
+        """Start again from the oldest header of a chain whose journals have been applied.
+
+        The newer journals are deleted, beginning with the newest.
+        """
         first = chain[0]
         discard(*(self.path(h.generation) for h in reversed(chain[1:])))
         self.start(first.generation, first.occupied, first.previous, first.sealed)
 
     def prune(self, oldest: int) -> None:
-        """Delete the journals of checkpoints before ``oldest``."""
+        """Delete the journals of all checkpoints before ``oldest``."""
         old = [self.path(g) for g in self.generations() if g < oldest]
         discard(*old, *self._folder.glob(".journal-*.tmp"))
 
@@ -247,7 +252,7 @@ class Journal:
         )
 
     def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
-        """Read the complete record that starts at a byte, or return None if there is no complete record."""
+        """Read the record that starts at a byte. Return None if there is no complete record."""
         begin, rows = _RECORD_STRUCT.unpack(os.pread(fd, _RECORD_STRUCT.size, at).ljust(_RECORD_STRUCT.size, b"\0"))
         size = self._size(rows)
         if begin != tag or at + size > os.fstat(fd).st_size:
@@ -263,6 +268,6 @@ class Journal:
 
 
 def _holds(fd: int, tag: bytes, start: int) -> bool:
-    """Return True if a record starts after a byte."""
+    """Return True if a record starts at or after a byte."""
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
         return content.find(tag, start) >= 0

@@ -1,4 +1,4 @@
-"""Locks on run directories: only one process, with its forks, may use a directory."""
+"""Locks on run directories. A directory may be used by only one process and its forks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from fedloom.storage.files import explained, make_folder
 
 @contextmanager
 def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
-    """Keep all other processes out of a run directory. The lock of a dead process is free.
+    """Keep all other processes out of a run directory within the block.
 
-    Forked processes share the lock of their parent, so no other process enters while one of them may still write.
+    A lock ends with its process, so a dead process does not hold any lock.
+
+    Forked processes share the lock of their parent. Another process can therefore enter only when none of these
+    processes can write any more.
 
     Args:
-        folder: run directory. Created when missing.
+        folder: run directory. The directory is created if it does not exist.
         wait: number of seconds to wait for the workers of a dead process to end.
-        joins: True to work together with other processes that join. In this case, no lock is needed if the disk does
-            not support locks.
+        joins: True to work together with other processes that have joined. In this case, the block runs without a lock
+            if the disk does not support locks.
 
     Raises:
         RunDirError: another process uses the directory, or the disk does not support file locks.
@@ -50,7 +53,7 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
 
 
 def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
-    """Take the exclusive lock on an open file.
+    """Take an exclusive lock on an open file.
 
     Args:
         fd: file descriptor.
@@ -61,8 +64,8 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
         False if another process holds the lock.
 
     Raises:
-        RunDirError: the disk does not support file locks, like NFS without its lock service. Two processes could then
-            write at the same time.
+        RunDirError: the disk does not support file locks, for instance NFS without its lock service. Without locks, two
+            processes could write at the same time.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -78,17 +81,17 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
 
 
 def release(fd: int) -> None:
-    """Release the lock on an open file. On a disk without file locks, there is nothing to release."""
+    """Release the lock on an open file. If the disk does not support file locks, nothing happens."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return True if a process or one of its forks holds the lock on a run directory.
+    """Return True if a run directory is locked by a process or one of its forks.
 
-    Kernel locks end with their processes.
+    The kernel releases a lock when its processes have ended.
 
-    The process id in the file is not used, because after a reboot it may belong to any process.
+    The process id in the file is not used, because any process may have this id after a reboot.
     """
     try:
         fd = disk.open_file(folder / LOCK_FILE, os.O_RDONLY)
@@ -125,7 +128,10 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
 
 
 def _share(fd: int) -> bool:
-    """Share the lock with other processes that join. Return False if a process has exclusive use of the directory."""
+    """Take a shared lock together with other processes that join.
+
+    Return False if a process has exclusive use of the directory.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -136,7 +142,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Return True if a process uses the directory. `is_in_use`, which only checks, shares the lock for a moment."""
+    """Return True if a process uses the directory. To check this, `is_in_use` takes a shared lock for a moment."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Memory: lets several processes share the rows of a store."""
+"""Memory through which several processes share the rows of a store."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """Rows that processes share: each process creates the same stores in the same order."""
+    """Rows that processes share. Each process must create the same stores in the same order."""
 
     @property
     def leads(self) -> bool:
-        """True if this process creates the files and keeps the journal. There is one."""
+        """True if this process creates the files and writes the journal. There is exactly one such process."""
         ...
 
     def allocate(self, size: int, large: bool) -> mmap.mmap:
-        """Return zeros that all processes share.
+        """Return zero bytes that all processes share.
 
         Args:
             size: number of bytes, at least 1.
-            large: True if the zeros belong to rows beyond the memory budget.
+            large: True if the bytes are for rows that exceed the memory budget.
         """
         ...
 
     def wait(self) -> None:
-        """Return after every process has called this method."""
+        """Wait until every process has called this method."""
         ...
 
 
 class Forked:
-    """Rows shared with processes that are forked after the store is created.
+    """Memory shared with processes that are forked after the store is created.
 
-    These processes do not access its files.
+    These processes do not use the store's files.
     """
 
     leads = True
@@ -48,7 +48,10 @@ class Forked:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, memory: Memory | None, large: bool = False) -> Tensor:
-    """Memory that uses no space until it is written. Return zeros if processes share the memory."""
+    """Memory that does not use any space until something is written to it.
+
+    Return a tensor of zeros, which is shared if the processes share the memory.
+    """
     size = prod(shape) * dtype.itemsize
     if memory is None or not size:
         return torch.empty(shape, dtype=dtype)

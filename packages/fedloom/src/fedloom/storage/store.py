@@ -1,7 +1,7 @@
-"""Store: the rows that each client keeps between rounds, in memory or, above a budget, in a file.
+"""Store of the rows that clients keep between rounds. Rows are in memory or, above a budget, in a file.
 
-A client that was never written has the template's row. In files, a row is read and written in place, so memory grows
-only with the cohort, and an undo journal restores the rows of the most recent checkpoints:
+A client whose row was never written has the row of the template. Rows in files are read and written in place, so memory
+grows only with the cohort. An undo journal can restore the rows at the most recent checkpoints:
 
     store.touch(ids)        # once a round, before rows are overwritten
     store.write(ids, rows)  # by any process that shares the rows
@@ -31,7 +31,7 @@ __all__ = ["Store", "StoreRow"]
 
 
 class StoreRow(Protocol):
-    """NamedTuple of tensors."""
+    """Row of one client, or rows of several clients, as a NamedTuple of tensors."""
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -61,7 +61,7 @@ class _InMemory:
 
 
 class _InFile:
-    """A file stores all fields of a client next to each other, so reading a row takes one access."""
+    """Rows of all clients in a file. The fields of a client are next to each other, so one access reads a row."""
 
     def __init__(self, path: Path, n: int, width: int, new: bool) -> None:
         self.file, self.width = RowFile(path, n * width, new), width
@@ -72,11 +72,11 @@ class _InFile:
             self.file.read(buffers, at)
 
     def write(self, ids: Tensor, fields: Sequence[Tensor]) -> None:
-        """Replace rows by ``fields[k]``, each ``[m, w]``."""
+        """Replace the rows of clients by ``fields[k]``, each ``[m, w]``."""
         self.file.write(self._pieces(ids, [field.contiguous() for field in fields], torch.arange(len(ids))))
 
     def old(self, ids: Tensor) -> Tensor:
-        """Rows [k, bytes per row] uint8."""
+        """Return the current rows of clients [k, bytes per row] uint8."""
         out = torch.empty(len(ids), self.width, dtype=torch.uint8)
         self.read(ids, [out], torch.arange(len(ids)))
         return out
@@ -84,7 +84,7 @@ class _InFile:
     def _pieces(
         self, ids: Tensor, fields: Sequence[Tensor], places: Tensor
     ) -> Iterator[tuple[Sequence[memoryview], int]]:
-        """Buffers of neighboring rows, and the byte at which they start in the file."""
+        """Yield buffers of neighboring rows, each with the byte of the file at which its rows start."""
         views = [(raw(field), field[0].numel() * field.element_size()) for field in fields if field.numel()]
         if len(views) == 1:
             (view, w), *_ = views
@@ -103,7 +103,7 @@ def _neighbours(ids: Tensor) -> bool:
 
 
 def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Rows that are neighbors both in the file and in memory: (first id, its index, count), in the order of the ids."""
+    """Return runs of rows that are neighbors in the file and in memory: (first id, its index, count), sorted by id."""
     order = ids.argsort(stable=True)
     ids, places = ids[order], places[order]
     begins = torch.ones_like(ids, dtype=torch.bool)
@@ -118,19 +118,20 @@ class Store(Generic[T]):
 
     Args:
         n: number of clients.
-        template: row of a client that was never written, a NamedTuple of tensors [w] (each field has its own w and
-            type).
-        path: folder of the file and its journal. None keeps the rows in memory, whatever their size.
-        budget: bytes. Rows up to this size stay in memory.
-        memory: memory that lets other processes read and write the same rows.
+        template: row of a client that was never written, as a NamedTuple of tensors [w]. Each field has its own w and
+            dtype.
+        path: folder for the file and its journal. If None, rows are kept in memory, whatever their size.
+        budget: number of bytes. If all rows together need at most this much, they stay in memory.
+        memory: memory through which other processes read and write the same rows.
 
     Attributes:
-        occupied: mask of the clients that have been written, bool [n]. It is shared like the rows.
-        in_files: True if the rows are stored in files. A store whose folder already contains a journal must first be
-            rolled back to a checkpoint, or reset.
+        occupied: mask of the clients whose rows have been written, bool [n]. The mask is shared in the same way as the
+            rows.
+        in_files: True if the rows are stored in files. If the folder already contains a journal, the store must first
+            be rolled back to a checkpoint or reset.
 
     Raises:
-        CheckpointError: (any method) the disk is full or rejects the write, or files are damaged.
+        CheckpointError: (any method) the disk is full, the write is rejected, or files are damaged.
     """
 
     def __init__(
@@ -167,13 +168,13 @@ class Store(Generic[T]):
             memory.wait()
 
     def read(self, ids: Tensor) -> T:
-        """Rows of clients.
+        """Return the rows of clients.
 
         Args:
-            ids: [m] int64. Sorted ids are processed fastest.
+            ids: ids of the clients [m] int64. Sorted ids are processed fastest.
 
         Returns:
-            The template's NamedTuple with fields [m, w], as a copy.
+            The template's NamedTuple with fields [m, w], which are copies.
         """
         self._check(ids)
         written_before = self.occupied[ids]
@@ -190,14 +191,14 @@ class Store(Generic[T]):
         return cast(T, cast(Any, type(self.template))(*fields))
 
     def write(self, ids: Tensor, rows: T) -> None:
-        """Replace rows. For rows in files, call `touch` first.
+        """Replace the rows of clients. If rows are in files, `touch` must be called before.
 
         Args:
             ids: ids [m] int64, each at most once.
-            rows: fields [m, w].
+            rows: fields [m, w] of the new rows.
 
         Raises:
-            LayoutError: the shape or type of a field differs from the template.
+            LayoutError: the shape or dtype of a field differs from that in the template.
         """
         self._check(ids)
         assert len(ids.unique()) == len(ids), "an id occurs twice"
@@ -216,10 +217,10 @@ class Store(Generic[T]):
         self.occupied[ids] = True
 
     def touch(self, ids: Tensor) -> None:
-        """Save the rows of the last checkpoint before they are overwritten, with at most one fsync.
+        """Save rows of the last checkpoint to the journal before they are overwritten, with at most one fsync.
 
         Args:
-            ids: ids of all clients in the round [m] int64.
+            ids: ids of all clients in the round, [m] int64.
         """
         if self._file is not None and self._leads:
             self._check(ids)
@@ -230,10 +231,10 @@ class Store(Generic[T]):
             self._touched[fresh] = True
 
     def checkpoint(self, generation: int) -> None:
-        """Turn the current rows into a generation. `rollback` restores it.
+        """Make the current rows a generation. `rollback` restores it.
 
         Args:
-            generation: number greater than the previous generation.
+            generation: number of the generation, which must exceed the previous one.
         """
         assert self._ready
         if self.in_files:
@@ -242,15 +243,15 @@ class Store(Generic[T]):
             self._touched.fill_(False)
 
     def prune(self, oldest: int) -> None:
-        """Delete the generations before ``oldest``."""
+        """Delete all generations before ``oldest``."""
         if self.in_files:
             self._journal.prune(oldest)
 
     def rollback(self, generation: int) -> None:
-        """Restore the rows of a generation bit for bit. Newer generations are discarded.
+        """Restore the rows of a generation, bitwise. Newer generations are discarded.
 
-        If a crash interrupts this function, call it again. Nothing needs to be done for rows in memory (see
-        `load_state`).
+        If a crash interrupts this function, it must be called again. For rows in memory, nothing happens here, because
+        `load_state` restores them.
 
         Raises:
             CheckpointError: the journal of this generation or of a newer generation is missing or damaged.
@@ -268,7 +269,7 @@ class Store(Generic[T]):
         self._begin(chain[0].occupied)
 
     def reset(self) -> None:
-        """Discard every row and generation. Generation 0 is the empty store."""
+        """Discard all rows and generations. The empty store is generation 0."""
         unseen = torch.zeros(self.n, dtype=torch.bool)
         if self.in_files:
             self._journal.clear()
@@ -276,11 +277,11 @@ class Store(Generic[T]):
         self._begin(unseen)
 
     def state(self) -> dict[str, Tensor]:
-        """Return rows in memory for the checkpoint file: ``seen`` and the seen rows of each field.
+        """Return rows in memory for the checkpoint file: ``seen``, and for each field the rows that were written.
 
-        The result is empty for rows in files.
+        If the rows are in files, the result is empty.
 
-        The tensors may be the store's own, so write them before the next `write`.
+        The tensors may share memory with the store, so they must be saved before the next `write`.
         """
         if self.in_files:
             return {}
@@ -291,10 +292,10 @@ class Store(Generic[T]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace the rows by the rows in `state`.
+        """Replace all rows by those in a result of `state`.
 
         Raises:
-            CheckpointError: the state belongs to different clients or fields, or to a store in files.
+            CheckpointError: the state belongs to a different set of clients or fields, or to a store in files.
         """
         expected = {} if self.in_files else self._expected(state.get("seen"))
         got = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
@@ -310,7 +311,7 @@ class Store(Generic[T]):
                 home.rows[self.occupied] = state[f"rows.{name}"]
 
     def close(self) -> None:
-        """Close the file in this process."""
+        """Close the store's file in this process."""
         if self._file is not None:
             self._file.file.close()
 

@@ -1,4 +1,4 @@
-"""TOML files, read as documents, with clear errors."""
+"""TOML files, which are read as documents. Errors state the path and what to do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
 MAX_TOML_DEPTH = 32
-"""Largest nesting depth of tables and arrays in a TOML file."""
+"""Maximum nesting depth of the tables and arrays in a TOML file."""
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Read the document of a TOML file.
+    """Return the document in a TOML file.
 
     Args:
         path: the file.
-        what: name of the document used in messages, e.g. ``"experiment file"``.
+        what: description of the document, used in messages, e.g. ``"experiment file"``.
 
     Raises:
-        ConfigError: the file is missing, unreadable or not TOML.
+        ConfigError: the file does not exist, cannot be read, or is not TOML.
     """
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
@@ -32,10 +32,10 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def document_of(content: bytes, path: Path) -> dict[str, Any]:
-    """Parse the bytes of a TOML file, without a leading byte order mark.
+    """Parse the content of a TOML file. A byte order mark at the beginning of the content is skipped.
 
     Raises:
-        ConfigError: the bytes are not TOML. The message states the path.
+        ConfigError: the content is not TOML. The message states the path.
     """
     try:
         document = tomllib.loads(content.decode("utf-8-sig"))
@@ -56,7 +56,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _repeated(heading: re.Match[str]) -> str:
-    """Describe the error for a table with two headings, and its fix."""
+    """Return a description of the error that a table has two headings, with advice on how to repair it."""
     name = ".".join(heading[1].replace("'", "").split(", "))
     return f"The table [{name}] is given twice. Write all its keys under one heading"
 

@@ -1,4 +1,4 @@
-"""Tasks: kinds of targets, with their losses, predictions, metrics and custom objectives."""
+"""Tasks, which are the kinds of targets with their losses, predictions, metrics and custom objectives."""
 
 from fedloom.lazy import lister
 from fedloom.tasks.chosen import Chosen, number, task_of

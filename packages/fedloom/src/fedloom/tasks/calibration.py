@@ -1,7 +1,8 @@
-"""Recalibration of a binary model at a client: a linear function of its logits, fitted on the client's validation part.
+"""Recalibration of a binary model at a client by a linear function of its logits, fitted on validation data.
 
 References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999. E. W. Steyerberg, "Clinical
-Prediction Models", 2nd ed., Section 15.3: only the intercept if there are few events, else intercept and slope.
+Prediction Models", 2nd ed., Section 15.3, recommends to fit only the intercept if there are few events, else the
+intercept and the slope.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 MIN_SLOPE_ROWS = 10
-"""Number of validation rows in each class from which on the slope is fitted too."""
+"""Minimum number of validation rows in each class for which the slope is fitted, too."""
 INVERSE_PENALTY = 1e10
 """Inverse strength of the penalty in scikit-learn's logistic regression."""
 MAX_LOGIT = 1e3
-"""Logit of a probability that is 0 or 1 to all digits."""
+"""Logit that stands for a probability which is 0 or 1 in all its digits."""
 
 
 def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Return slope and intercept ``[n, 2]`` float64 for each client. NaN if a client has no rows of one of the classes.
+    """Return the slope and intercept of each client, ``[n, 2]`` float64.
 
-    If a class has fewer than `MIN_SLOPE_ROWS` rows, or if the logits rank the rows worse than chance, the slope is 1.
-    The intercept makes the mean probability equal to the share of positives.
+    Both are NaN if one of the classes has no rows at the client.
+
+    If a class has fewer than `MIN_SLOPE_ROWS` rows, or if the logits rank the rows worse than chance, the slope is set
+    to 1. The intercept makes the mean probability equal to the fraction of positive targets.
 
     Args:
-        output: logits of all clients' validation samples ``[N, 1]``.
-        y: their targets, 0 or 1, ``[N]``.
-        owner: client of each sample ``[N]``.
+        output: logits ``[N, 1]`` for the validation samples of all clients.
+        y: targets of these samples, 0 or 1, ``[N]``.
+        owner: client that each sample belongs to ``[N]``.
         n: number of clients.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
@@ -43,12 +46,15 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
 
 
 def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Return the calibration of each client's probabilities, each float64 ``[n]``. Arguments as `recalibration`.
+    """Return two measures of how well the probabilities of each client are calibrated, each float64 ``[n]``.
 
-    ``calibration_slope`` is the slope in a regression of the targets on the logits: 1 if the probabilities have the
-    correct spread, less than 1 if they are too extreme, and NaN with fewer than `MIN_SLOPE_ROWS` rows of a class.
-    ``calibration_intercept`` is calibration in the large: the number to add to the logits to match the share of
-    positives, which is ideally 0. It is NaN if there is only one class.
+    The arguments are those of `recalibration`.
+
+    ``calibration_slope`` is the slope in a regression of the targets on the logits. The slope is 1 if the probabilities
+    have the correct spread, less than 1 if they are too extreme, and NaN if a class has fewer than `MIN_SLOPE_ROWS`
+    rows. ``calibration_intercept`` is calibration-in-the-large, which is the number that must be added to the logits to
+    match the fraction of positive targets. Ideally, this number is 0. The number is NaN if all targets are in one
+    class.
     """
     slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
     for client, z, hits in _clients(output, y, owner, n):
@@ -57,7 +63,7 @@ def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, T
 
 
 def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Floats, Floats]]:
-    """Yield the logits and targets of each client with both classes and finite logits, with the client's number."""
+    """Yield the number, logits and targets of each client that has finite logits and targets of both classes."""
     logits, targets, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     for client in range(n):
         z, hits = logits[owners == client], targets[owners == client]
@@ -66,9 +72,9 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def _slope(z: Floats, hits: Floats) -> float:
-    """Return the slope of the logistic regression of targets on logits.
+    """Return the slope of a logistic regression of targets on logits.
 
-    The result is NaN with fewer than `MIN_SLOPE_ROWS` rows of a class.
+    The result is NaN if a class has fewer than `MIN_SLOPE_ROWS` rows.
     """
     from sklearn.linear_model import LogisticRegression  # slow to import
 
@@ -80,7 +86,7 @@ def _slope(z: Floats, hits: Floats) -> float:
 
 
 def _intercept(z: Floats, share: float) -> float:
-    """Return the number to add to logits so that the mean probability equals a share in (0, 1)."""
+    """Return the number that must be added to logits to make the mean probability equal to a fraction in (0, 1)."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import expit
 
@@ -88,9 +94,9 @@ def _intercept(z: Floats, share: float) -> float:
 
 
 def recalibrated(output: Tensor, line: Tensor) -> Tensor:
-    """Recalibrate logits ``[N, 1]`` with their clients' recalibrations ``[N, 2]`` or ``[2]``.
+    """Recalibrate logits ``[N, 1]`` with the slopes and intercepts of their clients, ``[N, 2]`` or ``[2]``.
 
-    Without recalibrations, return the logits unchanged.
+    Logits stay unchanged if the slope or the intercept is NaN.
     """
     slope, intercept = line.to(output).unbind(-1)
     fitted = ~(slope.isnan() | intercept.isnan())

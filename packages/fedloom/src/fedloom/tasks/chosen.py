@@ -1,4 +1,4 @@
-"""Task of a data set, and tasks with a user's loss, class weights and metrics."""
+"""Task of a data set, which may be combined with a user's loss, class weights and metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kinds = Literal["classification", "binary", "multilabel", "regression", "surviva
 
 
 class Labelled(Protocol):
-    """Fields of a data set that `task_of` reads."""
+    """Fields of a data set that the function `task_of` needs."""
 
     @property
     def task(self) -> Kinds:
@@ -44,16 +44,16 @@ class Labelled(Protocol):
 
     @property
     def y(self) -> Tensor:
-        """Targets."""
+        """Targets of all samples."""
         ...
 
 
 def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
-    """Return the task that a data set declares, combined with a user's own objective.
+    """Return the task that a data set declares, combined with the user's own objective.
 
     Raises:
-        ConfigError: the data set's ``task`` is unknown, or this task does not support the objective's metrics, class
-            weights or horizon.
+        ConfigError: the data set's ``task`` is unknown, or the task does not support the metrics, class weights or
+            horizon of the objective.
     """
     base: Base
     match dataset.task:
@@ -76,13 +76,13 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
 
 @dataclass(frozen=True)
 class Chosen:
-    """Task with a user's own loss, metrics or class weights (see `Task`).
+    """Task combined with a user's own loss, metrics or class weights (see `Task`).
 
     Attributes:
-        base: task that the data declare.
-        objective: the user's choices.
-        classes: names of the classes. It is empty if targets are numbers.
-        extra: metrics provided by fedloom that are computed on request.
+        base: task that the data set declares.
+        objective: loss, metrics and class weights that the user chose.
+        classes: names of the classes. Empty if the targets are numbers.
+        extra: those metrics of fedloom that are computed only on request.
     """
 
     base: Base
@@ -92,11 +92,11 @@ class Chosen:
 
     @classmethod
     def create(cls, base: Base, objective: Objective, classes: tuple[str, ...]) -> Chosen:
-        """Check a user's choices and return the task.
+        """Check the user's choices, and return the task.
 
         Raises:
-            ConfigError: a metric is incompatible with this task, two metrics have the same name, or the weights are for
-                different classes.
+            ConfigError: a metric is incompatible with this task, two metrics have the same name, or the weights do not
+                fit the classes.
         """
         measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
         named = [m for m in objective.metrics if isinstance(m, str)]
@@ -146,11 +146,13 @@ class Chosen:
         return self.base.predict(output)
 
     def class_weights(self, counts: Tensor) -> Tensor | None:
-        """Return factors ``[n, C]`` for the losses of each client's training samples. None: all factors are 1.
+        """Return the factors ``[n, C]`` by which the losses of each client's training samples are multiplied.
+
+        The result is None if all factors are 1.
 
         Args:
-            counts: number of training samples of each client by class ``[n, C]``. With 'balanced', the mean factor of a
-                client's samples is 1.
+            counts: number of training samples of each client in each class, ``[n, C]``. With 'balanced', the mean
+                factor over a client's samples is 1.
         """
         weights = self.objective.class_weights
         if weights is None:
@@ -163,7 +165,7 @@ class Chosen:
         return torch.tensor(weights, dtype=torch.float64).expand(len(counts), -1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Compute the task's own metrics, followed by the requested metrics (see `Task.metrics`)."""
+        """Compute the metrics of the task, followed by the metrics that the user requested (see `Task.metrics`)."""
         output, y, owner = labelled(output, y, owner)
         figures = self.base.metrics(output, y, owner, n)
         z, target, who = wide(output), y.cpu(), owner.cpu()
@@ -188,7 +190,7 @@ class Chosen:
 
 
 def labels(classes: Sequence[str]) -> list[str]:
-    """Return class names as parts of metric names: no slashes or brackets, at most 40 characters, all different.
+    """Return class names in a form that fits into names of metrics: short, without slashes or brackets, and unique.
 
     >>> labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']
@@ -226,12 +228,13 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
 
 
 def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Call a user's function on each client's samples, float64 ``[n]``.
+    """Call a user's function on the samples of each client, and return its results, float64 ``[n]``.
 
-    The result is NaN without samples or without finite outputs.
+    A result is NaN if the client has no samples or its outputs are not finite.
 
-    A metric is tried on samples before the first round. If it fails at a client later, for instance a two-class metric
-    at a client with one class, its value is NaN and the failure is logged once. No model depends on this value.
+    Every metric is tried on samples before the first round. If it fails at a client later, its value is NaN and the
+    failure is logged once. For example, a metric for two classes fails at a client with one class. Models do not depend
+    on this value.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
@@ -249,12 +252,12 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
-    """Log once per process that a metric is not a number."""
+    """Log once per process that a metric could not be computed."""
     TASK_LOG.warning("%s. The value is NaN in these cases, and the run continues", sentence)
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
-    """Return the number that a user's loss or metric returns for a batch.
+    """Return the single number that a user's loss or metric computes for a batch.
 
     Raises:
         FunctionError: the function fails, or does not return a single number.

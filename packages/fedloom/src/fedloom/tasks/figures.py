@@ -1,15 +1,16 @@
-"""Computation of metrics for all clients at once: on the CPU, in float64, independently for each client.
+"""Computation of metrics for all clients at once.
 
-Letters: N is the number of samples of all clients together, n of clients, C of classes. ``owner`` ``[N]`` is the client
-of each sample.
+The computation runs on the CPU in float64, and the results of different clients are independent.
+
+In this module, N is the number of samples of all clients together, n is the number of clients, and C is the number of
+classes. ``owner`` ``[N]`` is the client that each sample belongs to.
 
 References:
-    AUROC: rank sum with mid-ranks for ties (Mann and Whitney 1947; Hanley and McNeil, Radiology 1982).
-    AUPRC: average precision, one step per distinct score (Davis and Goadrich, ICML 2006).
-    Calibration error: 15 equal bins of the predicted probability (Naeini et al., AAAI 2015; Guo et al., ICML 2017).
-    Brier score: Brier, Monthly Weather Review 1950. For two classes, half of the original score, which is the squared
-    error of one probability.
-    Balanced accuracy: Brodersen et al., ICPR 2010.
+    AUROC is computed as a rank sum with mid-ranks for ties (Mann and Whitney 1947; Hanley and McNeil, Radiology 1982).
+    AUPRC is the average precision, with one step per distinct score (Davis and Goadrich, ICML 2006). The calibration
+    error uses 15 equal bins of the predicted probability (Naeini et al., AAAI 2015; Guo et al., ICML 2017). The Brier
+    score is due to Brier, Monthly Weather Review 1950. For two classes, it is half of the original score, which makes
+    it the squared error of a single probability. The balanced accuracy follows Brodersen et al., ICPR 2010.
 """
 
 from __future__ import annotations
@@ -23,27 +24,33 @@ from torch.nn import functional
 from fedloom.metrics import class_metric_name
 
 CALIBRATION_BINS = 15
-"""Number of bins of equal width for the calibration error."""
+"""Number of bins of equal width in the calibration error."""
 
 
 def wide(x: Tensor) -> Tensor:
-    """Move a tensor to the CPU, where sums have a fixed order, in float64."""
+    """Return a tensor in float64 on the CPU, where sums have a fixed order."""
     return x.detach().to("cpu", torch.float64)
 
 
 def owner_total(x: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Return the sum of x ``[N, ...]`` per owner, ``[n, ...]``."""
+    """Return the sums ``[n, ...]`` of x ``[N, ...]`` over the samples of each client."""
     return x.new_zeros(n, *x.shape[1:]).index_add(0, owner, x)
 
 
 def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Return the mean of x ``[N, ...]`` per owner, ``[n, ...]``. NaN for an owner without samples."""
+    """Return the means ``[n, ...]`` of x ``[N, ...]`` over the samples of each client.
+
+    A mean is NaN if the client has no samples.
+    """
     size = torch.bincount(owner, minlength=n).double()
     return owner_total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
 
 
 def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Select the outputs, targets and owners of labeled samples or positions. -1 marks positions without a label."""
+    """Return the outputs, targets and clients of labeled samples or positions.
+
+    Positions without a label have target -1.
+    """
     if len(owner) == len(y):
         return output, y, owner
     has_label = y >= 0
@@ -52,7 +59,7 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Set the metrics of clients with a non-finite output to NaN."""
+    """Set the metrics of clients to NaN whose outputs are not all finite."""
     if bool(output.sum().isfinite()):
         return values
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
@@ -60,7 +67,7 @@ def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> 
 
 
 def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return AUROC and AUPRC per client. Equal scores form a single threshold."""
+    """Return the AUROC and AUPRC of each client. Equal scores are treated as a single threshold."""
     order = score.argsort(descending=True, stable=True)
     order = order[owner[order].argsort(stable=True)]
     score, y, owner = score[order], y[order], owner[order]
@@ -80,26 +87,26 @@ def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Te
 
 
 def calibration_error(p: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-    """Return the mean over a client's samples of |share of hits y - mean probability p| in their bin, ``[n]``."""
+    """Return the mean ``[n]`` over a client's samples of |fraction of positive y - mean probability p| in their bin."""
     cell = owner * CALIBRATION_BINS + (p.nan_to_num(0) * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     gap = owner_total(y - p, cell, n * CALIBRATION_BINS).abs().view(n, CALIBRATION_BINS).sum(1)
     return gap / torch.bincount(owner, minlength=n).double()
 
 
 def count_by_class(label: Tensor, owner: Tensor, n: int, classes: int) -> Tensor:
-    """Count each client's samples by class, float64 ``[n, C]``."""
+    """Return the number of samples of each client in each class, float64 ``[n, C]``."""
     return torch.bincount(owner * classes + label, minlength=n * classes).view(n, classes).double()
 
 
 def class_metrics(
     wanted: Collection[str], p: Tensor, guess: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Return metrics that treat each class separately, each ``[n]``.
+    """Return metrics ``[n]`` that treat each class separately.
 
-    A mean over classes includes only classes for which the metric is defined.
+    Means over classes include only those classes for which the metric is defined.
 
     Args:
-        wanted: names among `COUNT_METRICS`, `CLASS_RATIOS` (which give one metric per class), ``auroc_ovr``,
+        wanted: names in `COUNT_METRICS` or `CLASS_RATIOS` (which give one metric per class), or ``auroc_ovr``,
             ``auprc_ovr``, ``brier`` and ``calibration_error``.
         p: probabilities ``[N, C]``.
         guess: predicted classes ``[N]``.
@@ -131,15 +138,15 @@ def class_metrics(
 def label_metrics(
     wanted: Collection[str], z: Tensor, y: Tensor, owner: Tensor, n: int, names: Sequence[str] = ()
 ) -> dict[str, Tensor]:
-    """Return metrics ``[n]`` for samples with several labels.
+    """Return metrics ``[n]`` for samples that have several labels.
 
     Args:
-        wanted: names among the metrics of `fedloom.tasks.MultiLabel`.
+        wanted: names of metrics of `fedloom.tasks.MultiLabel`.
         z: logits ``[N, k]``.
-        y: 1 for a label that is present, 0 for a label that is absent, -1 for an unknown label, ``[N, k]``.
+        y: 1 if a label is present, 0 if it is absent, and -1 if it is unknown, ``[N, k]``.
         owner: ``[N]`` clients.
         n: number of clients.
-        names: names of the labels, for metrics by label.
+        names: names of the labels, used in the names of metrics for single labels.
     """
     is_known = y >= 0
     guess, present = (z > 0).double() * is_known, y.clamp(min=0)
@@ -158,7 +165,7 @@ def label_metrics(
 
 
 def label_counts(true: Tensor, guessed: Tensor, hits: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return metrics ``[...]`` from numbers of samples by label ``[..., k]``: with the label, predicted, and both."""
+    """Return metrics ``[...]`` from numbers of samples ``[..., k]`` that have a label, are predicted to, or both."""
     shown = {"recall": "recall", "precision": "precision", "label_f1": "dice"}
     each = {name: CLASS_RATIOS[ratio](true, guessed, hits) for name, ratio in shown.items()}
     figures = {
@@ -169,13 +176,14 @@ def label_counts(true: Tensor, guessed: Tensor, hits: Tensor, names: Sequence[st
 
 
 def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
-    """Return the mean F1 ``[...]`` over the targets' classes, from numbers of samples by class ``[..., C]``."""
+    """Return the mean F1 ``[...]`` over classes among the targets, from numbers of samples by class ``[..., C]``."""
     present = true > 0
     return torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(-1) / present.sum(-1)
 
 
 FromCounts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of the numbers of samples by class ``[..., C]``: true, predicted, and both."""
+"""Function of three numbers of samples by class ``[..., C]``: those in the class, those predicted to be in it, and
+both."""
 
 CLASS_RATIOS: Mapping[str, FromCounts] = {
     "recall": lambda true, _, hits: hits / true,
@@ -183,7 +191,7 @@ CLASS_RATIOS: Mapping[str, FromCounts] = {
     "dice": lambda true, guessed, hits: 2 * hits / (true + guessed),
     "iou": lambda true, guessed, hits: hits / (true + guessed - hits),
 }
-"""Metrics of single classes ``[..., C]``."""
+"""Metrics of each class ``[..., C]``."""
 
 COUNT_METRICS: Mapping[str, FromCounts] = {
     "macro_f1": macro_f1,
@@ -195,4 +203,4 @@ COUNT_METRICS: Mapping[str, FromCounts] = {
         true > 0, (hits / guessed).nan_to_num(0), torch.nan
     ).nanmean(-1),
 }
-"""Metrics ``[...]`` over all classes together. A metric in this table can be requested in every task with classes."""
+"""Metrics ``[...]`` over all classes together. Each of these metrics can be requested in every task with classes."""

@@ -1,7 +1,7 @@
-"""Kinds of targets: losses with closed-form gradients, predictions, and metrics for all clients at once.
+"""Kinds of targets, with losses and their gradients in closed form, predictions, and metrics for all clients at once.
 
-Letters: b is the number of samples, k of the model's outputs, N of samples of all clients together, n of clients, C of
-classes.
+In this module, b is the number of samples, k is the number of the model's outputs, N is the number of samples of all
+clients together, n is the number of clients, and C is the number of classes.
 """
 
 from __future__ import annotations
@@ -31,72 +31,73 @@ from fedloom.tasks.figures import (
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns the mean loss of the batch as a single
+"""Function of outputs ``[b, k]`` and targets ``[b]`` or ``[b, k]`` that returns the mean loss of a batch as a single
 number."""
 
 
 class Task(Protocol):
-    """Loss, prediction and metrics for one kind of target."""
+    """Loss, predictions and metrics for one kind of target."""
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """User's loss that replaces `loss` and `dloss` in training, if there is such a loss.
+        """Loss set by the user, which replaces `loss` and `dloss` in training.
 
-        None: the user has not set a loss.
+        None if the user has not set a loss.
         """
         ...
 
     @property
     def outputs(self) -> int:
-        """Number k of outputs that a model needs."""
+        """Number of outputs k that a model needs."""
         ...
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return each sample's loss, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` or ``[..., b, k]``."""
+        """Return each sample's loss ``[..., b]``, for output ``[..., b, k]`` and y ``[..., b]`` or ``[..., b, k]``."""
         ...
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the gradient of each sample's loss with respect to its output, ``[..., b, k]``."""
+        """Return the gradient ``[..., b, k]`` of each sample's loss with respect to its outputs."""
         ...
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the prediction for each sample: a class ``[..., b]``, or values ``[..., b, k]``."""
+        """Return the prediction for each sample, which is a class ``[..., b]`` or values ``[..., b, k]``."""
         ...
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return the metrics of each client.
+        """Return the metrics of every client.
 
         Args:
-            output: outputs for all clients' samples ``[N, k]``, or ``[N L, k]`` for sequences with labels per position.
-            y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a label, which no
-                metric counts.
-            owner: client of each sample, 0..n-1, in any order, ``[N]``.
+            output: outputs ``[N, k]`` for the samples of all clients, or ``[N L, k]`` for sequences with a label per
+                position.
+            y: targets of these samples, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a
+                label, which metrics ignore.
+            owner: client that each sample belongs to, 0..n-1, in any order, ``[N]``.
             n: number of clients.
 
         Returns:
-            ``{name: float64 [n]}`` on the CPU. A metric is NaN if a client has no samples or an output that is not
-            finite, or if the metric is undefined (AUROC with one class, R2 for a constant target).
+            Values ``{name: float64 [n]}`` on the CPU. A metric is NaN if a client has no samples or an output that is
+                not finite, or if the metric is undefined (AUROC for targets of one class, R2 for a constant target).
         """
         ...
 
 
 class TaskKind(Value):
-    """Task as the data declare it."""
+    """Task that a data set declares."""
 
     further: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are computed only if `Objective.metrics` contains them."""
+    """Metrics that are computed only if `Objective.metrics` names them."""
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """None: the task's own loss is used."""
+        """Always None, because the task uses its own loss."""
         return None
 
 
 class Classification(TaskKind):
-    """Classification into C classes. Cross-entropy of the softmax, in nats.
+    """Classification into C classes. The loss is the cross-entropy of the softmax, in nats.
 
-    Metrics: ``loss``. ``accuracy`` is in [0, 1]. ``macro_f1`` is the mean F1 over the classes among the client's
-    targets.
+    Metrics: ``loss``. ``accuracy`` is in [0, 1]. ``macro_f1`` is the mean F1 over those classes that occur among the
+    client's targets.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -108,15 +109,15 @@ class Classification(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """There is one logit per class."""
+        """Number of classes, because there is one logit per class."""
         return self.classes
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy: log sum_j exp(z_j) - z_y."""
+        """Return the cross-entropy log sum_j exp(z_j) - z_y."""
         return output.logsumexp(-1) - output.gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return softmax(z) - e_y."""
+        """Return the gradient softmax(z) - e_y."""
         label = y.unsqueeze(-1)
         p = output.mT.contiguous().softmax(-2).mT  # on few classes ten times faster than over the last dimension
         return p.scatter_add_(-1, label, output.new_full((), -1.0).expand(label.shape))
@@ -146,11 +147,11 @@ class Classification(TaskKind):
 
 
 class Binary(TaskKind):
-    """Binary classification with one logit z. The loss is the logistic loss, in nats.
+    """Binary classification with a single logit z. The loss is the logistic loss, in nats.
 
-    Metrics: ``loss``. ``accuracy`` and ``f1`` are for the rule z > 0 (F1 is NaN without a positive target or
-    prediction). Further metrics are ``auroc``, ``auprc`` and ``calibration_error``, the mean over samples of |share of
-    positives - mean probability| in their bin.
+    Metrics: ``loss``. ``accuracy`` and ``f1`` are those of the rule z > 0 (F1 is NaN if there is no positive target and
+    no positive prediction). ``auroc`` and ``auprc`` are computed from z. ``calibration_error`` is the mean over samples
+    of |fraction of positives - mean probability| in their bin.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -160,20 +161,20 @@ class Binary(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """One logit."""
+        """Number of outputs, which is 1 because there is a single logit."""
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Logistic loss: log(1 + exp(z)) - y z."""
+        """Return the logistic loss log(1 + exp(z)) - y z."""
         z = output.squeeze(-1)
         return functional.softplus(z) - y.to(z.dtype) * z
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return sigmoid(z) - y."""
+        """Return the gradient sigmoid(z) - y."""
         return output.sigmoid() - y.to(output.dtype).unsqueeze(-1)
 
     def probabilities(self, output: Tensor) -> Tensor:
-        """Return the probabilities of no and of yes, ``[..., b, 2]``."""
+        """Return the probabilities of the negative and the positive class, ``[..., b, 2]``."""
         yes = output.sigmoid()
         return torch.cat([1 - yes, yes], -1)
 
@@ -200,14 +201,14 @@ class Binary(TaskKind):
 
 
 class MultiLabel(TaskKind):
-    """Several labels per sample, each of which is present, absent or unknown.
+    """Task with several labels per sample, each of which is present, absent or unknown.
 
     The loss is the sum of the logistic losses over the known labels, divided by k, in nats. A target of -1 is unknown,
-    and no metric counts it.
+    and metrics ignore it.
 
-    Metrics: ``loss``. ``micro_f1`` is F1 over all pairs of sample and label. ``macro_f1`` is the mean F1 over the
-    labels that a client's targets contain. ``macro_auroc`` and ``macro_auprc`` are means over the labels for which they
-    are defined. A label is predicted if its logit is positive.
+    Metrics: ``loss``. ``micro_f1`` is F1 over all pairs of a sample and a label. ``macro_f1`` is the mean F1 over the
+    labels that occur among a client's targets. ``macro_auroc`` and ``macro_auprc`` are means over the labels for which
+    they are defined. A label is predicted if its logit is positive.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -219,20 +220,20 @@ class MultiLabel(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """There is one logit per label."""
+        """Number of labels, because there is one logit per label."""
         return len(self.labels)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Logistic loss over the known labels: sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
+        """Return the logistic loss over the known labels, sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
         every = functional.softplus(output) - y.to(output.dtype) * output
         return torch.where(y < 0, 0.0, every).mean(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return (sigmoid(z) - y) / k, and 0 for an unknown label."""
+        """Return the gradient (sigmoid(z) - y) / k, which is 0 for unknown labels."""
         return torch.where(y < 0, 0.0, output.sigmoid() - y.to(output.dtype)) / self.outputs
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return 1 for each label with a positive logit, else 0, ``[..., b, k]``."""
+        """Return 1 for each label whose logit is positive, else 0, ``[..., b, k]``."""
         return (output > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
@@ -245,20 +246,22 @@ class MultiLabel(TaskKind):
 
 
 class Regression(TaskKind):
-    """Real targets. Regression with squared error, summed over the k outputs and divided by k (without a factor 1/2).
+    """Real targets.
 
-    Metrics: ``loss``. ``mae`` and ``rmse`` are taken over samples and outputs. ``r2`` is the mean over outputs of 1 -
-    SSE / SST around the client's own mean.
+    Regression on k real targets. The loss is the mean squared error over the k outputs (without a factor 1/2).
+
+    Metrics: ``loss``. ``mae`` and ``rmse`` are means over samples and outputs. ``r2`` is the mean over outputs of 1 -
+    SSE / SST, where SST is the sum of squares around the client's own mean.
     """
 
     outputs: int = Field(1, ge=1, description="number of real targets k")
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Squared error: sum_j (o_j - y_j)^2 / k."""
+        """Return the squared error sum_j (o_j - y_j)^2 / k."""
         return (output - y.to(output.dtype)).square().mean(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return 2 (o - y) / k."""
+        """Return the gradient 2 (o - y) / k."""
         return (output - y.to(output.dtype)) * (2 / self.outputs)
 
     def predict(self, output: Tensor) -> Tensor:
@@ -282,27 +285,29 @@ class Regression(TaskKind):
 
 
 class Count(TaskKind):
-    """Counts, modeled by one output z, which is the log of their mean. The loss is the Poisson loss exp(z) - y z.
+    """Task with counts as targets.
+
+    The model has one output z, which is the log of the predicted mean. The loss is the Poisson loss exp(z) - y z.
 
     Metrics: ``loss``. ``deviance`` is the mean Poisson deviance 2 (y log(y / mu) - y + mu). ``mae`` and ``rmse`` are
-    for the mean mu = exp(z).
+    computed for the predicted mean mu = exp(z).
     """
 
     @property
     def outputs(self) -> int:
-        """One log mean."""
+        """Number of outputs, which is 1 because the model predicts the log of the mean."""
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the negative Poisson log-likelihood without log y!: exp(z) - y z."""
+        """Return the negative Poisson log-likelihood exp(z) - y z, in which the constant log y! is left out."""
         return (output.exp() - y.to(output.dtype) * output).squeeze(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return exp(z) - y."""
+        """Return the gradient exp(z) - y."""
         return output.exp() - y.to(output.dtype)
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return the mean."""
+        """Return the predicted mean."""
         return output.exp()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:

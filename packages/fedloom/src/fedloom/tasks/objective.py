@@ -1,4 +1,4 @@
-"""Objective: a user's own loss, class weights and metrics, in addition to the task that the data declare."""
+"""Objective: loss, class weights and metrics that a user chooses in addition to the task that the data declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 
 def _metric(choice: object) -> str | Function:
-    """Check a metric: a name in `fedloom.metrics.METRICS`, or a user's function."""
+    """Check a metric, which is a name in `fedloom.metrics.METRICS` or a function written by a user."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
             raise unknown("metric", choice, METRICS)
@@ -38,7 +38,7 @@ def _metric(choice: object) -> str | Function:
 
 
 def _weights(weights: Any) -> Any:
-    """``balanced``, a list of numbers, or numbers by class."""
+    """Check class weights, which are "balanced", a list of numbers, or a table of numbers by class."""
     weights = weights.tolist() if hasattr(weights, "tolist") else weights
     values = list(weights.values()) if isinstance(weights, Mapping) else weights
     if weights is None or (isinstance(weights, str) and weights == "balanced"):
@@ -71,17 +71,17 @@ Weights = Annotated[
 
 
 class Objective(Value):
-    """Training loss and metrics, beyond the defaults for the kind of target.
+    """Training loss and metrics that differ from the defaults for the kind of target.
 
-    A custom loss receives the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` for a regression;
-    only labeled positions for sequences with labels per position), and returns a single number, the mean over the
-    batch. Autograd computes its gradient. A custom metric receives the same arguments for all samples of one client
-    (float64, on the CPU) and returns a single number, or NaN if the metric is undefined. Larger values are better
-    unless the function sets ``higher_is_better = False``.
+    A custom loss receives the outputs ``[b, k]`` of a batch and its targets. The targets are ``[b]``, or ``[b, k]`` for
+    a regression. For sequences with a label per position, only labeled positions are passed. The loss returns a single
+    number, which is the mean over the batch. Its gradient is computed by autograd. A custom metric receives outputs and
+    targets for all samples of one client (float64, on the CPU). The metric returns a single number, or NaN if it is
+    undefined. Larger values are regarded as better unless the function sets ``higher_is_better = False``.
 
-    Class weights apply only in training. The loss in an evaluation ignores them. With "balanced", class c at a client
-    has the weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these
-    samples in the class, and C is the number of the client's classes. No client sends its class counts, so a deployment
+    Class weights are used only in training, and evaluations ignore them. With "balanced", class c at a client has the
+    weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these samples in
+    class c, and C is the number of classes that the client has. Clients do not send their class counts, so a deployment
     trains exactly as a simulation does.
     """
 
@@ -104,20 +104,24 @@ class Objective(Value):
 
     @property
     def line_part(self) -> Literal["train", "validation"] | None:
-        """Part of a client's samples on which `line` is fitted. None: outputs stay unchanged."""
+        """Part of a client's samples to which the slope and intercept of `line` are fitted.
+
+        None if outputs are not recalibrated.
+        """
         return "validation" if self.calibrate else None if self.horizon is None else "train"
 
     def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
-        """Return slope and intercept ``[n, 2]`` for each client's outputs.
+        """Return the slope and intercept by which each client's outputs are recalibrated, ``[n, 2]``.
 
-        See `fedloom.tasks.calibration.recalibration` and, with a horizon, `fedloom.tasks.survival.baseline`.
+        The slopes and intercepts are computed by `fedloom.tasks.calibration.recalibration` or, with a horizon, by
+        `fedloom.tasks.survival.baseline`.
         """
         if self.horizon is None:
             return recalibration(output, y, owner, n)
         return baseline(output, y, owner, n, self.horizon)
 
     def remarks(self) -> list[str]:
-        """Return notes that a user should see before a run."""
+        """Return notes that a user should read before a run."""
         if self.class_weights is None or self.calibrate:
             return []
         return [
@@ -128,11 +132,11 @@ class Objective(Value):
 
     @property
     def functions(self) -> list[Function]:
-        """Return the user code that the objective contains."""
+        """Functions in the objective that were written by a user."""
         return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
 
     @property
     def directions(self) -> dict[str, bool]:
-        """Return, for each custom metric, True if larger values are better."""
+        """Direction of each custom metric: True if larger values are better."""
         measures = (m for m in self.metrics if isinstance(m, Function))
         return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in measures}

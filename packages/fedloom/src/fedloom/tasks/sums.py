@@ -1,10 +1,9 @@
 """Sums over samples from which metrics can be computed.
 
-The sums of several sites add up to the sums over their joint samples.
+Adding the sums of several sites gives the sums over all their samples.
 
-Letters: N is the number of samples, C of classes, k of outputs, S of sums. Metrics that rank all samples, such as
-AUROC, cannot be computed from
-    sums.
+In this module, N is the number of samples, C of classes, k of outputs and S of sums. Metrics that rank all samples,
+such as AUROC, cannot be computed from sums.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS,
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
-"""Part of a target's sum of squares below which its spread counts as rounding, so that the target is constant."""
+"""Fraction of a target's sum of squares. A spread below this fraction is regarded as a rounding error of a constant
+target."""
 
 
 def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
-    """Compute the sums over some samples, float64 ``[S]``. The first sum is the number of samples.
+    """Compute the sums over some samples, as float64 ``[S]``. The first sum is the number of samples.
 
     Args:
         task: task of the run.
         output: finite outputs ``[N, k]``.
-        y: their targets, ``[N]`` (numbers ``[N, k]``).
+        y: targets of these outputs, ``[N]`` (numbers ``[N, k]``).
     """
     base, z, count = base_of(task), wide(output), torch.tensor([float(len(y))], dtype=torch.float64)
     if isinstance(base, Classification | Binary):
@@ -63,7 +63,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
 
 
 def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
-    """Compute metrics from sums ``[S]``, under the task's names, or {} without samples."""
+    """Compute metrics from sums ``[S]``, keyed by the names that the task uses. Return {} if there are no samples."""
     base, (size, *rest) = base_of(task), sums.split([1, len(sums) - 1])
     if not float(size):
         return {}
@@ -92,17 +92,17 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
 
 
 def base_of(task: Task) -> Task:
-    """Return the task that the data declare, without a user's choices."""
+    """Return the task that the data set declares, without the user's choices."""
     return task.base if isinstance(task, Chosen) else task
 
 
 def width(task: Task) -> int:
-    """Return the number S of sums."""
+    """Return the number S of sums for a task."""
     return len(sums_of(task, torch.zeros(0, task.outputs, dtype=torch.float64), _no_targets(task)))
 
 
 def metric_names(task: Task) -> list[str]:
-    """Return the names of a client's metrics, in order."""
+    """Return the names of the metrics of a client, in the order in which they are recorded."""
     blank = torch.zeros(0, task.outputs, dtype=torch.float64)
     return [*task.metrics(blank, _no_targets(task), torch.zeros(0, dtype=torch.long), 1)]
 

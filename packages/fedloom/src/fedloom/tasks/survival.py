@@ -1,15 +1,14 @@
-"""Time to event: the partial likelihood of a batch, and how each client's risks rank and are calibrated.
+"""Time-to-event task: partial likelihood of a batch, and measures of how a client's risks rank and are calibrated.
 
-Letters: b is the number of samples, N of samples of all clients together, n of clients. A target consists of a time and
-of 1 for an event, or
-    0 if the time is censored.
+In this module, b is the number of samples in a batch, N is the number of samples of all clients together, and n is the
+number of clients. A target consists of a time and an indicator, which is 1 for an event and 0 if the time is censored.
 
 References:
-    Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977.
-    Networks: J. L. Katzman et al., "DeepSurv", BMC Med. Res. Methodol. 2018. Risk sets of a batch: H. Kvamme et al.,
-        "Time-to-event prediction with neural networks and Cox regression", JMLR 2019, Section 3.2.
-    Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan and P. Meier, JASA 1958.
-    C-index: F. E. Harrell et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf et al., Stat. Med. 1999.
+    Partial likelihood: D. R. The partial likelihood is due to Cox, JRSS B 1972. Ties by B. Efron, JASA 1977. Networks:
+    J. L. Katzman et al., "DeepSurv", BMC Med. Res. Methodol. 2018. The risk sets of a batch follow H. Kvamme
+        et al., "Time-to-event prediction with neural networks and Cox regression", JMLR 2019, Section 3.2.
+    Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan and P. Meier, JASA 1958. C-index: F. E. Harrell
+    et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf et al., Stat. Med. 1999.
 """
 
 from __future__ import annotations
@@ -28,26 +27,25 @@ from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
 MAX_RISK_GROUPS = 5
-"""Largest number of groups of increasing risk for which observed and expected events are compared."""
+"""Maximum number of groups of increasing risk in which observed and expected events are compared."""
 MIN_GROUP_ROWS = 10
-"""Smallest number of rows in such a group."""
+"""Minimum number of rows in each of these groups."""
 BLOCK_PAIRS = 1 << 22
-"""Number of pairs of rows that are compared at a time."""
+"""Number of pairs of rows that are compared in one step."""
 
 
 class Survival(TaskKind):
-    """Time to event, modeled by one output z, which is the log of a hazard relative to the client's baseline.
+    """Time-to-event task. The model has one output z, which is the log of the hazard relative to the client's baseline.
 
     Partial likelihood.
 
-    Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (ties by Efron). ``c_index``
-    in
-        [0, 1] is Harrell's: the share of comparable pairs in which the row with the earlier event has the higher risk.
-        With a
-        horizon, z is the log of the cumulative hazard at the horizon (`baseline`), and there are further metrics: the
-        ``brier`` score in [0, 1] with inverse censoring weights; ``calibration_error``, the mean over up to
-        `MAX_RISK_GROUPS` groups of increasing risk of |observed - expected| share of events by the horizon; and
-        ``observed_expected``, the ratio of both over all rows. Observed shares are Kaplan-Meier estimates.
+    Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (Efron's method for ties).
+    ``c_index`` is Harrell's C-index in [0, 1], which is the fraction of comparable pairs in which the row with the
+    earlier event has the higher risk. With a horizon, z is the log of the cumulative hazard at the horizon
+    (`baseline`), and there are three more metrics. ``brier`` is the Brier score in [0, 1] with inverse censoring
+    weights. ``calibration_error`` is the mean of |observed - expected| fraction of events by the horizon, over up to
+    `MAX_RISK_GROUPS` groups of increasing risk. ``observed_expected`` is the ratio of the two fractions over all rows.
+    Observed fractions are Kaplan-Meier estimates.
     """
 
     horizon: float | None = Field(
@@ -58,16 +56,16 @@ class Survival(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """One log hazard."""
+        """Number of outputs, which is 1 because the model predicts the log of a hazard."""
         return 1
 
     @property
     def own_loss(self) -> OwnLoss:
-        """Return the partial likelihood, which belongs to a batch and not to a row."""
+        """Partial likelihood as a loss, because it is defined for a batch and not for a single row."""
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Each row has the loss of all rows together, so the mean over rows is the batch's loss."""
+        """Return for each row the loss of all rows together, so that the mean over rows is the loss of the batch."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -87,7 +85,10 @@ class Survival(TaskKind):
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss and C-index, and with a horizon also Brier score and calibration (see `Task.metrics`)."""
+        """Return loss and C-index.
+
+        With a horizon, also return the Brier score and measures of calibration (see `Task.metrics`).
+        """
         names = ["loss", "c_index", *(["brier", "calibration_error", "observed_expected"] if self.horizon else [])]
         values = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
         for client, rows in _clients(output, y, owner, n):
@@ -103,7 +104,7 @@ class Survival(TaskKind):
 
 
 class SurvivalRows(NamedTuple):
-    """Rows of one client: scores ``z [N]``, which are higher for earlier events, ``time [N]`` and ``event [N]``."""
+    """Rows of one client: scores ``z [N]``, which are higher for earlier events, times ``[N]`` and events ``[N]``."""
 
     z: Floats
     time: Floats
@@ -111,7 +112,7 @@ class SurvivalRows(NamedTuple):
 
 
 def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, SurvivalRows]]:
-    """Yield the clients that have rows, with their rows."""
+    """Yield the number and the rows of each client that has rows and only finite outputs."""
     z, times, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     order = np.argsort(owners, kind="stable")
     for client, rows in enumerate(np.split(order, np.bincount(owners, minlength=n).cumsum()[:-1])):
@@ -120,9 +121,9 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 
 def partial_loss(output: Tensor, y: Tensor) -> Tensor:
-    """Return the negative log partial likelihood of rows divided by their number, with ties by Efron.
+    """Return the negative log partial likelihood divided by the number of rows, with Efron's method for ties.
 
-    The result is a single number, which is 0 without an event.
+    The result is a single number, which is 0 if there is no event.
 
     Args:
         output: log hazards ``[b, 1]``.
@@ -133,11 +134,11 @@ def partial_loss(output: Tensor, y: Tensor) -> Tensor:
 
 
 class _AtRisk(NamedTuple):
-    """Rows by decreasing time: their ``order`` ``[b]``, log hazards ``z``, events, and the index of their tied group.
+    """Rows by decreasing time: ``order [b]``, log hazards ``z``, events, and ``tie``, the index of the tied group.
 
-    For each of the e events: the index ``place`` ``[e]`` of its group, the ``share`` of the group's events that Efron's
-    method removes, and ``hazards``, the log of the sum of hazards at risk. ``at_risk`` contains this log for each group
-    before a share is removed.
+    For each of the e events, ``place`` ``[e]`` is the index of its group, ``share`` is the share of the group's events
+    that Efron's method removes, and ``hazards`` is the log of the sum of the hazards at risk. ``at_risk`` is this log
+    for each group before a share is removed.
     """
 
     order: Tensor
@@ -151,7 +152,7 @@ class _AtRisk(NamedTuple):
 
 
 def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
-    """Sum the hazards of the rows at risk at each event. None without one."""
+    """Sum the hazards of the rows that are at risk at each event, or return None if there is no event."""
     order = y[:, 0].argsort(descending=True, stable=True)
     z, time, event = output[order, 0], y[order, 0], y[order, 1] > 0
     if not bool(event.any()):
@@ -169,17 +170,17 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
 
 
 def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
-    """Return slope 1 and baseline ``[n, 2]``, which turn a log hazard into the log cumulative hazard at the horizon.
+    """Return slope 1 and baseline ``[n, 2]``, which convert log hazards to log cumulative hazards at the horizon.
 
-    The baseline is Breslow's estimate for each client. If there is no event by the horizon, half an event is
-    distributed over all rows at risk.
+    The baseline is Breslow's estimate at each client. If a client has no event by the horizon, half an event is
+    distributed over all of its rows at risk.
 
     Args:
-        output: log hazards of all clients' training samples ``[N, 1]``.
-        y: their times and events ``[N, 2]``.
-        owner: client of each sample ``[N]``.
+        output: log hazards ``[N, 1]`` of the training samples of all clients.
+        y: times and events ``[N, 2]`` of these samples.
+        owner: client that each sample belongs to ``[N]``.
         n: number of clients.
-        horizon: time.
+        horizon: time by which events are predicted.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
     for client, rows in _clients(output, y, owner, n):
@@ -192,10 +193,10 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
 
 
 def concordance(rows: SurvivalRows) -> float:
-    """Harrell's C-index. The result is NaN without a comparable pair.
+    """Return Harrell's C-index. The result is NaN if no pair is comparable.
 
-    A pair is comparable if one row has an event before the other row's time, or at the same time if the other row is
-    censored then. Equal scores count as half.
+    A pair of rows is comparable if one row has an event before the other row's time, or if both times are equal and the
+    other row is censored. A pair with equal scores contributes one half.
     """
     right, pairs = 0.0, 0
     events = np.nonzero(rows.event > 0)[0]
@@ -208,7 +209,7 @@ def concordance(rows: SurvivalRows) -> float:
 
 
 def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = False) -> Floats:
-    """Return the Kaplan-Meier share without an event up to times ``at [k]``, or with ``before`` just before them."""
+    """Return the Kaplan-Meier fraction without an event up to times ``at [k]``, or with ``before`` just before them."""
     times, inverse = np.unique(time, return_inverse=True)
     counts = np.bincount(inverse)
     at_risk = counts[::-1].cumsum()[::-1]
@@ -217,11 +218,11 @@ def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = Fa
 
 
 def brier(risk: SurvivalRows, horizon: float) -> float:
-    """Return the weighted mean of the squared difference between risk and outcome at the horizon.
+    """Return the Brier score: the weighted mean of the squared difference between risk and outcome at the horizon.
 
-    The weights are computed from the client's own censoring.
+    The weights are computed from the censoring at the client itself.
 
-    The result is NaN if no row is observed for that long.
+    The result is NaN if no row is observed beyond the horizon.
     """
     came, past = (risk.time <= horizon) & (risk.event > 0), risk.time > horizon
     free = survival_curve(risk.time, 1 - risk.event, np.where(came, risk.time, horizon), before=True)
@@ -235,7 +236,7 @@ def brier(risk: SurvivalRows, horizon: float) -> float:
 def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]:
     """Return the calibration error, and the ratio of observed to expected events by the horizon.
 
-    Both are NaN if no row is observed for that long.
+    Both are NaN if no row is observed until the horizon.
     """
     if risk.time.max() < horizon:
         return float("nan"), float("nan")

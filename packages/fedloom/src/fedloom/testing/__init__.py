@@ -1,4 +1,4 @@
-"""Tests for user-written parts: laws, problems with known optima, and a plain run for comparison."""
+"""Tests for user-written parts: laws that parts must satisfy, problems with known optima, and a reference run."""
 
 from fedloom.lazy import lister
 from fedloom.local.rows import name_tensors

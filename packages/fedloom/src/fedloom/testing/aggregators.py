@@ -1,4 +1,4 @@
-"""Laws of aggregators: rules that combine the rows of a cohort into one vector."""
+"""Laws of aggregators, which are the rules that combine the rows of a cohort into one vector."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fedloom.testing.scene import TIGHT_TOLERANCE, agree, demand
 from fedloom.testing.trees import reload_from_checkpoint
 
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
-"""Fields of the laws' uploads and their lengths, with the primary field first."""
+"""Fields of the uploads on which the laws are checked, with their lengths. The primary field comes first."""
 MOST_ROWS = 30
-"""Largest cohort that is tried in the search for a cohort that the rule accepts. `bulyan` needs at least 4 f + 3
+"""Largest cohort that is tried in the search for a cohort that the aggregator accepts. `bulyan` needs at least 4 f + 3
 rows."""
 
 
 class LawCohort(NamedTuple):
-    """Context of a rule (see `fedloom.aggregators.Cohort`)."""
+    """Context that the aggregator receives (see `fedloom.aggregators.Cohort`)."""
 
     ids: Tensor
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return the generator for this round and purpose."""
+        """Return the random generator for this round and a purpose."""
         return generator(0, 1, purpose=purpose)
 
 
 class LawUploads(NamedTuple):
-    """Subject of a law: a rule, and the uploads of a cohort of m clients."""
+    """Input of a law: an aggregator, and the uploads of a cohort of m clients."""
 
     rule: Aggregator
     rows: dict[str, Tensor]
@@ -43,7 +43,7 @@ class LawUploads(NamedTuple):
 
     @classmethod
     def create(cls, rule: Aggregator, m: int, dtype: torch.dtype = torch.float64) -> LawUploads:
-        """Random rows of m clients, which differ from each other and from zero."""
+        """Return random rows of m clients, which differ from each other and from zero."""
         g = generator(m, purpose="laws of aggregators")
         rows = {name: torch.randn(m, d, generator=g, dtype=torch.float64) + 2 for name, d in UPLOAD_WIDTHS.items()}
         weights = torch.rand(m, 1, generator=g, dtype=torch.float64) + 0.5
@@ -56,17 +56,17 @@ class LawUploads(NamedTuple):
         return self.rule.apply(state, self.rows, self.weights, next(iter(UPLOAD_WIDTHS)), ctx)
 
     def but(self, **changes: Any) -> LawUploads:
-        """Return the uploads with some fields replaced."""
+        """Return the same input with some fields replaced."""
         return self._replace(**changes)
 
 
 def _runs(s: LawUploads) -> None:
-    """Check that the rule combines two rounds of rows."""
+    """Check that the aggregator combines the rows of two rounds without an error."""
     s.combined(s.combined()[1])
 
 
 def _shapes(s: LawUploads) -> None:
-    """Check that the result is one finite vector per field, in the rows' dtype, and the state is a dict of tensors."""
+    """Check that aggregates are one finite vector per field, in the rows' dtype, and states are dicts of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
         got: Any = uploads.combined()
@@ -86,10 +86,12 @@ def _shapes(s: LawUploads) -> None:
 
 
 def _arguments_unmodified(s: LawUploads) -> None:
-    """Check that the rule does not change the rows, weights or state that it receives."""
+    """Check that the aggregator does not change the rows, weights or state that it receives."""
+    s = LawUploads.create(s.rule, len(s.ids))  # which no law has combined before
+    before: list[Any] = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone()]
     state = s.combined()[1]
     arguments = (dict(s.rows), s.weights, dict(state))
-    before = [{k: v.clone() for k, v in s.rows.items()}, s.weights.clone(), {k: v.clone() for k, v in state.items()}]
+    before.append({k: v.clone() for k, v in state.items()})
     for value in s.combined(state)[0].values():
         value.add_(1)  # a view of an argument shows
     for what, got, want in zip(("rows", "weights", "state"), arguments, before, strict=True):
@@ -97,7 +99,7 @@ def _arguments_unmodified(s: LawUploads) -> None:
 
 
 def repeatable(s: LawUploads) -> None:
-    """Equal calls must give equal results to the last bit, and the value must not change."""
+    """Check that equal calls give bitwise equal results, and that the aggregator itself does not change."""
     before = s.rule.model_dump()
     with generators_untouched():
         first, state = s.combined()
@@ -108,7 +110,7 @@ def repeatable(s: LawUploads) -> None:
 
 
 def resume(s: LawUploads) -> None:
-    """Check that a state loaded from a checkpoint gives the same round, to the last bit."""
+    """Check that a round gives bitwise the same result after its state was stored in a checkpoint and loaded again."""
     state = s.combined()[1]
     saved, combined = s.combined(_reload_state(state)), s.combined(state)
     for what, got, want in zip(("aggregates", "state"), saved, combined, strict=True):
@@ -116,16 +118,16 @@ def resume(s: LawUploads) -> None:
 
 
 def permutation(s: LawUploads) -> None:
-    """Check that the order of the clients does not matter."""
+    """Check that the order of the clients does not affect the result."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
 def weighted(s: LawUploads) -> None:
-    """Check that a rule that is `weighted` depends on weights only up to a factor.
+    """Check that an aggregator that is `weighted` gives the same result if all weights are multiplied by a factor.
 
-    Other rules must not read weights.
+    An aggregator that is not `weighted` must not use the weights.
     """
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
@@ -133,13 +135,13 @@ def weighted(s: LawUploads) -> None:
 
 
 def agreement(s: LawUploads) -> None:
-    """If all clients send equal rows, the aggregate must equal these rows."""
+    """Check that the aggregate equals the rows of the clients if all clients send equal rows."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
 
 
 def linear(s: LawUploads) -> None:
-    """Check that a `linear` rule is the weighted mean."""
+    """Check that a `linear` aggregator computes the weighted mean."""
     if s.rule.linear:
         share = s.weights / s.weights.sum()
         want = {name: (share * r).sum(0) for name, r in s.rows.items()}
@@ -147,13 +149,13 @@ def linear(s: LawUploads) -> None:
 
 
 def precision(s: LawUploads) -> None:
-    """float32 rows must give the same result as float64 rows, up to 1e-4."""
+    """Check that float32 rows give the same result as float64 rows, up to 1e-4."""
     single = LawUploads.create(s.rule, len(s.ids), torch.float32).combined()[0]
     agree({n: v.double() for n, v in single.items()}, s.combined()[0], "float32 and float64", 1e-4)
 
 
 def small_cohorts(s: LawUploads) -> None:
-    """Check that a cohort is either rejected by `require`, or combined."""
+    """Check that each small cohort is either rejected by `require` or combined into a finite result."""
     for m in range(1, len(s.ids)):
         few = LawUploads.create(s.rule, m)
         try:
@@ -179,7 +181,7 @@ AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
     small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
 }
-"""All laws of an aggregator, each with the usual fix."""
+"""All laws of an aggregator, each with advice on how a violation is usually repaired."""
 
 
 @default_to_cpu()
@@ -188,24 +190,26 @@ def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> N
 
     Args:
         aggregator: the rule.
-        without: names of laws that the rule violates on purpose.
+        without: names of laws that the aggregator violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, rule, problem, and fix. For a crash, the message contains the
-            function, the error, file and line.
-        ConfigError: the value is not an aggregator, accepts no cohort of up to 30 rows, or a law does not exist.
+        AssertionError: a law is violated. The message names the first such law, the aggregator, the problem and the
+            usual repair. If the aggregator's code raised an error, the message contains the function, the error, the
+            file and the line.
+        ConfigError: the value is not an aggregator, it does not accept any cohort of up to 30 rows, or a name in
+            ``without`` is not a law.
     """
     check_arguments(aggregator, Aggregator, "fl.aggregators.Median()", AGGREGATOR_LAWS, without)
     hold(AGGREGATOR_LAWS, LawUploads.create(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
 
 
 def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Save and reload a state as a checkpoint does."""
+    """Convert a state to the bytes of a checkpoint and back."""
     return dict(zip(state, reload_from_checkpoint(tuple(state.values())), strict=True))
 
 
 def _enough(rule: Aggregator) -> int:
-    """Return a cohort size that the rule accepts: the minimum plus two, at least 5."""
+    """Return a cohort size that the aggregator accepts: two more than the minimum, and at least 5."""
     refusal = ""
     for m in range(1, MOST_ROWS + 1):
         try:

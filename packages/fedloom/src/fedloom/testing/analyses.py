@@ -1,4 +1,4 @@
-"""Laws of analyses: an answer is a sum over rows, its bounds are public, and the result depends only on sums."""
+"""Laws of analyses: answers are sums over rows, their bounds are public, and the result depends only on sums."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SUM_TOLERANCE = 1e-9
-"""Relative difference between two orders of summation in float64."""
+"""Tolerated relative difference between float64 sums that are computed in different orders."""
 
 
 class Killed(Exception):
-    """An interruption between two sums."""
+    """Error that stands for a process that is killed between two sums."""
 
 
 @dataclass(frozen=True, eq=False)
 class AnalysisScene:
-    """Analysis together with the rows on which its laws are checked."""
+    """Input of a law: an analysis, and the rows of the clients on which the laws are checked."""
 
     analysis: Analysis
     clients: tuple[ClientRows, ...]
@@ -50,18 +50,18 @@ class AnalysisScene:
 
     @cached_property
     def log(self) -> list[SumRecord]:
-        """All questions of a run, each with its sum."""
+        """All questions that are asked in a run, each with the resulting sum."""
         return self.run(self.terms, self.clients)[1]
 
     @cached_property
     def table(self) -> Any:
-        """Result of this run."""
+        """Result of the analysis in this run."""
         return self.analysis.result(self.run(self.terms, self.clients)[0])
 
     def run(
         self, terms: AnalysisTerms, clients: Sequence[ClientRows], folder: Path | None = None, most: int | None = None
     ) -> tuple[Any, list[SumRecord]]:
-        """Run the analysis. The process is killed after ``most`` sums."""
+        """Run the analysis on some clients. If ``most`` is given, `Killed` is raised after this number of sums."""
         done = 0
 
         def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
@@ -75,35 +75,23 @@ class AnalysisScene:
         return run_questions(self.analysis, terms, ask, folder)
 
     def reply(self, question: Question, client: ClientRows, terms: AnalysisTerms, bounds: Bounds) -> Any:
-        """Return a client's answer."""
+        """Return the answer of one client to a question."""
         return answer_question(self.analysis, question, client, terms, bounds, "a client")
 
     def answers(self, clients: Sequence[ClientRows]) -> Iterator[tuple[Question, list[Tensor | None]]]:
-        """Yield each question with the clients' own answers, before bounds apply."""
+        """Yield each question with the answers that the clients compute, before bounds are applied."""
         for question, _, _ in self.log:
             yield question, [self.analysis.answer(question, client, self.terms) for client in clients]
 
 
 def finishes(s: AnalysisScene) -> None:
-    """Check that the analysis ends with a table within the agreed number of questions."""
+    """Check that the analysis ends with a table and asks at most the agreed number of questions."""
     demand(s.log, "the analysis asks nothing")
     demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
 
 
-def declared(s: AnalysisScene) -> None:
-    """Each question must have its declared form, and must survive conversion to bytes and back."""
-    for question, _, _ in s.log:
-        form = s.analysis.questions.get(question.name)
-        got = {name: value.ndim for name, value in question.values.items()}
-        demand(
-            form is not None and dict(form) == got, f"question {question.name!r} has the form {got}, declared is {form}"
-        )
-        again = Question.decode(question.encode(), s.analysis.questions)
-        demand(again == question, f"question {question.name!r} is another one after encode and decode")
-
-
 def union(s: AnalysisScene) -> None:
-    """Check that the answer for two clients' rows together is the sum of their answers."""
+    """Check that the answer for the rows of two clients together is the sum of their separate answers."""
     first, second = s.clients[0], s.clients[1]
     for question, (one, two, both) in s.answers([first, second, join_clients(first, second)]):
         if one is None or two is None or both is None:
@@ -112,7 +100,7 @@ def union(s: AnalysisScene) -> None:
 
 
 def rows_in_any_order(s: AnalysisScene) -> None:
-    """Check that the order of a client's rows only affects rounding."""
+    """Check that the order of a client's rows changes the answer by rounding errors at most."""
     client = s.clients[0]
     order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
     for question, (one, two) in s.answers([client, client.select(order)]):
@@ -121,14 +109,14 @@ def rows_in_any_order(s: AnalysisScene) -> None:
 
 
 def clients_in_any_order(s: AnalysisScene) -> None:
-    """Check that the order of clients does not change the result, bit for bit."""
+    """Check that the result is bitwise the same for any order of the clients."""
     turned = replace(s.terms, sizes=s.terms.sizes.flip(0), published=s.terms.published[::-1])
     other = s.analysis.result(s.run(turned, s.clients[::-1])[0])
     demand(other.equals(s.table), "the order of clients changes the result")
 
 
 def nothing_of_no_rows(s: AnalysisScene) -> None:
-    """Check that a client without rows answers zeros."""
+    """Check that a client without rows answers with zeros."""
     for question, (answer,) in s.answers([s.clients[0].select(torch.zeros(0, dtype=torch.long))]):
         demand(
             answer is not None and not bool(answer.any()),
@@ -137,7 +125,7 @@ def nothing_of_no_rows(s: AnalysisScene) -> None:
 
 
 def within_bounds(s: AnalysisScene) -> None:
-    """Each answer must lie within bounds that depend only on public numbers."""
+    """Check that each answer lies within its bounds, which depend only on public numbers."""
     for question, answers in s.answers(s.clients):
         bounds = s.analysis.bounds(question, s.terms)
         demand(
@@ -157,7 +145,7 @@ def within_bounds(s: AnalysisScene) -> None:
 
 
 def pure(s: AnalysisScene) -> None:
-    """Check that an answer changes no argument, uses no global generator, and is the same in a second call."""
+    """Check that an answer is repeatable, changes no argument and does not use a global generator."""
     for client in s.clients:
         before = (client.x.clone(), client.y.clone())
         with generators_untouched():
@@ -171,7 +159,7 @@ def pure(s: AnalysisScene) -> None:
 
 
 def resumes(s: AnalysisScene) -> None:
-    """Check that a kill between two sums loses no sum: the analysis continues and reaches the same result."""
+    """Check that an analysis killed between two sums continues without losing a sum and gives the same result."""
     for most in range(len(s.log)):
         with TemporaryDirectory() as place:
             with suppress(Killed):
@@ -191,7 +179,7 @@ def resumes(s: AnalysisScene) -> None:
 
 
 def few_stay_silent(s: AnalysisScene) -> None:
-    """Check that a client with fewer subjects than agreed answers zeros, and is counted."""
+    """Check that a client with fewer subjects than agreed answers with zeros, and that this client is counted."""
     terms = replace(s.terms, rules=s.terms.rules.with_(min_subjects=10**6), published=())
     terms = replace(terms, published=tuple(s.analysis.publish(client, terms) for client in s.clients))
     question = s.log[0].question
@@ -204,7 +192,6 @@ def few_stay_silent(s: AnalysisScene) -> None:
 
 ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     finishes: "return None from question when the analysis is done",
-    declared: "list every question with its fields and their dimensions in `questions`",
     pure: "clone before an in-place operation, and draw nothing",
     union: "answer with sums over rows. Divide in step, where the total is known",
     rows_in_any_order: "answer with sums over rows, whatever their order",
@@ -214,24 +201,26 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     resumes: "keep all that a question needs in the state, and compute it from the totals alone",
     few_stay_silent: "leave least counts of clients to the runner",
 }
-"""All laws of an analysis by sums, each with the usual fix."""
+"""All laws of an analysis that is computed from sums, each with advice on how a violation is usually repaired."""
 
 
 @default_to_cpu()
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
-    """Check that an analysis by sums satisfies all laws, on some clients.
+    """Check that an analysis that is computed from sums satisfies all laws, on the data of some clients.
 
     Args:
         analysis: the value.
-        clients: at least two clients, as for `fl.analyze`.
-        rules: the clients' agreement.
+        clients: at least two clients, in the form that `fl.analyze` accepts.
+        rules: rules that the clients agreed on.
         without: names of laws that the analysis violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, analysis, problem, and fix.
-        ConfigError: the value is not an analysis by sums, there are fewer than two clients, or a law does not exist.
+        AssertionError: a law is violated. The message names the first such law, the analysis, the problem and the usual
+            repair.
+        ConfigError: the value is not an analysis that is computed from sums, there are fewer than two clients, or a
+            name in ``without`` is not a law.
     """
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
@@ -244,7 +233,7 @@ def check_analysis(
 
 
 def join_clients(first: ClientRows, second: ClientRows) -> ClientRows:
-    """Return the rows of two clients as the rows of one client."""
+    """Return the rows of two clients as if they belonged to one client."""
     cut = len(first)
 
     def fetch(rows: Tensor) -> Tensor:

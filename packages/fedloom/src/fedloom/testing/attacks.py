@@ -1,4 +1,4 @@
-"""Laws of attacks: forged models, poisoned labels, forged activations."""
+"""Laws of attacks, which forge models, poison labels or forge activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIENT_COUNT, CLASS_COUNT, ATTACK_SEED, ROW_WIDTH = 10, 4, 0, 6
 
 
 class AttackScene(NamedTuple):
-    """Subject of a law: an attack, and the models of a round that `Forgery.forge` receives."""
+    """Input of a law: an attack, and the models of a round that `Forgery.forge` receives."""
 
     attack: Attack
     honest: Tensor
@@ -28,7 +28,7 @@ class AttackScene(NamedTuple):
 
     @classmethod
     def create(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
-        """Models of h honest clients and b attackers, all of which received the same model."""
+        """Return an input with h honest clients and b attackers, all of which received the same model."""
         g = generator(0, purpose="laws of attacks")
         base = torch.randn(1, ROW_WIDTH, generator=g, dtype=torch.float64)
         trained = base + torch.randn(h + b, ROW_WIDTH, generator=g, dtype=torch.float64)
@@ -36,25 +36,25 @@ class AttackScene(NamedTuple):
         return cls(attack, honest.to(dtype), received.to(dtype), benign.to(dtype), torch.arange(12) % CLASS_COUNT)
 
     def forged(self, *, informed: bool = True) -> Tensor:
-        """Return the forged models of the round."""
+        """Return the forged models of a round."""
         assert isinstance(self.attack, Forgery)
         honest = self.honest if informed else None
         return self.attack.forge(honest, self.base, self.benign, len(self.honest) + len(self.base), self._gens())
 
     def poisoned(self, classes: int = CLASS_COUNT) -> tuple[Tensor, Tensor]:
-        """Labels of every class, and the same labels poisoned."""
+        """Return labels that cover every class, and the same labels after poisoning."""
         assert isinstance(self.attack, Poison)
         y = self.labels if classes == CLASS_COUNT else self.labels % classes
         return y, self.attack.poison(y, classes, self._gens()[0])
 
     def disguised(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Activations, the mask of attackers, and the activations that are sent."""
+        """Return activations, a mask of the attackers, and the activations that are sent."""
         ids, attackers = torch.tensor([7, 2, 5, 0]), torch.tensor([1, 2, 7])
         activations = torch.arange(4.0 * ROW_WIDTH, dtype=self.base.dtype).view(4, ROW_WIDTH)
         return activations, torch.isin(ids, attackers), self.attack.disguised(activations, ids, attackers)
 
     def stamped(self) -> tuple[Tensor, Tensor]:
-        """Images, or table rows if the attack names columns, and the same samples with the trigger."""
+        """Return images, or rows of a table if the attack names columns, and the same samples with the trigger."""
         assert isinstance(self.attack, Backdoor)
         columns, g = self.attack.columns, generator(0, purpose="laws of attacks")
         names = {name: (value,) if isinstance(value, str) else () for name, value in columns.items()}
@@ -64,7 +64,7 @@ class AttackScene(NamedTuple):
         return x, got
 
     def results(self) -> tuple[Tensor, ...]:
-        """Return all results of the attack on the scene."""
+        """Return everything that the attack computes on this input."""
         forged = (self.forged(), self.forged(informed=False)) if isinstance(self.attack, Forgery) else ()
         poisoned = self.poisoned()[1:] if isinstance(self.attack, Poison) else ()
         stamped = self.stamped()[1:] if isinstance(self.attack, Backdoor) else ()
@@ -75,13 +75,13 @@ class AttackScene(NamedTuple):
 
 
 def _runs(s: AttackScene) -> None:
-    """Check that the attack runs if honest models are known, if they are not, and with a single client of each kind."""
+    """Check that the attack runs with and without knowledge of honest models, and with one client of each kind."""
     s.results()
     AttackScene.create(s.attack, h=1, b=1).results()
 
 
 def attackers(s: AttackScene) -> None:
-    """Check that the same clients attack in each round: ids, ascending, drawn with the seed."""
+    """Check that the same seed gives the same attackers, and that their ids are sorted in ascending order."""
     got = s.attack.attackers(CLIENT_COUNT, ATTACK_SEED)
     fits = got.dtype == torch.int64 and got.ndim == 1 and bool((got.diff() > 0).all())
     inside = fits and (not len(got) or 0 <= int(got[0]) <= int(got[-1]) < CLIENT_COUNT)
@@ -90,9 +90,9 @@ def attackers(s: AttackScene) -> None:
 
 
 def _shapes(s: AttackScene) -> None:
-    """Forged models must be finite rows [b, d] in the dtype of the models.
+    """Check that forged models are finite rows [b, d] in the dtype of the honest models.
 
-    Labels must stay labels, and samples must keep their shape.
+    Poisoned labels must be valid labels, and samples must keep their shape.
     """
     if isinstance(s.attack, Forgery):
         for dtype in (torch.float64, torch.float32):
@@ -119,7 +119,7 @@ def _shapes(s: AttackScene) -> None:
 
 
 def _arguments_unmodified(s: AttackScene) -> None:
-    """No argument may change or share memory with the result."""
+    """Check that the attack does not change its arguments, and that no result shares memory with them."""
     before = [t.clone() for t in s[1:]]
     for result in s.results()[:-1]:
         result.add_(1)
@@ -128,7 +128,7 @@ def _arguments_unmodified(s: AttackScene) -> None:
 
 
 def repeatable(s: AttackScene) -> None:
-    """Equal generators must give equal results to the last bit, and the value must not change."""
+    """Check that equal generators give bitwise equal results, and that the attack itself does not change."""
     before = s.attack.model_dump()
     with generators_untouched():
         first = s.results()
@@ -138,7 +138,7 @@ def repeatable(s: AttackScene) -> None:
 
 
 def knowledge(s: AttackScene) -> None:
-    """Check that an attack reads only what it declares: honest models by `sees_honest`, its training by `trains`."""
+    """Check that an attack uses honest models only with `sees_honest`, and its own training only with `trains`."""
     if not isinstance(s.attack, Forgery):
         return
     if not s.attack.sees_honest:
@@ -158,7 +158,7 @@ ATTACK_LAWS: dict[Callable[[Any], None], str] = {
     repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
-"""All laws of an attack, each with the usual fix."""
+"""All laws of an attack, each with advice on how a violation is usually repaired."""
 
 
 @default_to_cpu()
@@ -170,9 +170,10 @@ def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
         without: names of laws that the attack violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, attack, problem, and fix. For a crash, the message contains the
-            function, the error, file and line.
-        ConfigError: the value is not an attack, or a law does not exist.
+        AssertionError: a law is violated. The message names the first such law, the attack, the problem and the usual
+            repair. If the attack's code raised an error, the message contains the function, the error, the file and the
+            line.
+        ConfigError: the value is not an attack, or a name in ``without`` is not a law.
     """
     check_arguments(attack, Attack, "fl.attacks.ALIE(fraction=0.2)", ATTACK_LAWS, without)
     hold(ATTACK_LAWS, AttackScene.create(attack), attack, Attack, without)

@@ -1,4 +1,4 @@
-"""Laws of a method's functions: they run, fields match their declaration, and functions read only what is allowed."""
+"""Laws of a method's functions: they run, their fields match the declarations, and they use only what is allowed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fedloom.testing.scene import (
 from fedloom.testing.trees import locate_difference, picked, plus
 
 METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
-"""Functions of a method in which a crash is reported as the method's own error, and not as a violated law."""
+"""Functions of a method. An error inside them is reported as an error of the method instead of a violated law."""
 
 
 def runs(s: Subject) -> None:
-    """Each function of the method must run, in rounds with clients that trained before and clients that did not."""
+    """Check that every function of the method runs, with clients that have trained before and clients that have not."""
     try:
         state = s.run([*COHORT_HISTORY, SCENE_COHORT])[-1]
         personal_models(s.algorithm, Scene(s).fed, state)
@@ -43,7 +43,7 @@ def runs(s: Subject) -> None:
 
 
 def declarations(s: Subject) -> None:
-    """One field must contain the model, bases and parts must exist, and the server must store the declared fields."""
+    """Check that one field contains the model, bases and parts exist, and the server stores the declared fields."""
     problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
@@ -69,7 +69,7 @@ def declarations(s: Subject) -> None:
 
 
 def shapes(s: Subject) -> None:
-    """Each field must be [d], [m, .] or a row per client as documented, finite, and in the model's dtype."""
+    """Check that fields are finite, have the model's dtype, and have the shape [d], [m, .] or one row per client."""
     scene = Scene(s)
     a, m, d = s.algorithm, len(scene.ids), scene.problem.d
     up, rows = a.client(scene.down, scene.rows, scene.work())
@@ -105,9 +105,9 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """Check that a difference is the new value minus the old value of its base.
+    """Check that a field sent as a difference is the new value minus the old value of its base.
 
-    Fields that accumulate in addition to the model must add up to the mean over all clients, weighted by shares.
+    If fields other than the model accumulate, their sum must be the mean over all clients, weighted by shares.
     """
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
@@ -141,7 +141,7 @@ def bases(s: Subject) -> None:
 
 
 def parts(s: Subject) -> None:
-    """Coordinates outside a field's part are not sent, so the server must not read them."""
+    """Check that the server does not use coordinates outside a field's part, because these are not sent."""
     scene = Scene(s)
     up = scene.aggregate(s.algorithm.client(scene.down, scene.rows, scene.work())[0])
     want = s.algorithm.server(scene.state.server, up, scene.ctx())
@@ -154,7 +154,7 @@ def parts(s: Subject) -> None:
 
 
 def kept_rows(s: Subject) -> None:
-    """Only a method with ``mixes`` may read the cohort's stored rows."""
+    """Check that only a method with ``mixes`` uses the rows that the server stores for the cohort."""
     scene = Scene(s)
     if not s.algorithm.mixes:
         garbage = map_rows(lambda t: torch.full_like(t, torch.nan), scene.state.kept)
@@ -163,14 +163,14 @@ def kept_rows(s: Subject) -> None:
 
 
 def idle_is_finite(s: Subject) -> None:
-    """Check that a client that takes no step returns a finite answer."""
+    """Check that a client that takes no step returns finite values."""
     scene = Scene(s)
     for name, t in name_tensors(s.algorithm.client(scene.down, scene.rows, scene.work(0))).items():
         demand(t.isfinite().all(), f"field {name} is not finite at steps = 0")
 
 
 def idle_is_zero(s: Subject) -> None:
-    """Check that a client that takes no step sends zero differences."""
+    """Check that the differences sent by a client that takes no step are zero."""
     scene = Scene(s)
     up, _ = s.algorithm.client(scene.down, scene.rows, scene.work(0))
     for name, kind in upload_fields(type(s.algorithm)).items():
@@ -179,7 +179,7 @@ def idle_is_zero(s: Subject) -> None:
 
 
 def encoding(s: Subject) -> None:
-    """`Algorithm.encode` must be the inverse of `Algorithm.decode`: it returns the upload that contains the model."""
+    """Check that `Algorithm.encode` inverts `Algorithm.decode`: it returns the upload that contains the model."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     if not fields:
@@ -203,9 +203,9 @@ def encoding(s: Subject) -> None:
 
 
 def translation(s: Subject) -> None:
-    """If the origin moves, models and absolute messages must move with it.
+    """Check that models and absolute messages move with the origin of the parameter space.
 
-    Differences, duals and variates must not change.
+    Differences, duals and control variates must not change.
     """
     scene = Scene(s)
     assert isinstance(scene.problem, Problem)

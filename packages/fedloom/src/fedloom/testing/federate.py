@@ -1,9 +1,9 @@
-"""federate: a reference implementation of a run, written as simply as possible.
+"""Reference implementation of a run, written as simply as possible.
 
-The engine and the laws are compared with it.
+The engine is compared with this implementation, and the laws are checked on it.
 
-It uses one list of clients per round, calls each client separately if asked, sums in Python, and has no chunks, store
-or files.
+A run has one list of clients per round. If requested, each client is called separately. Sums are computed in Python,
+and there are no chunks, stores or files.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from fedloom.testing.problems import Problem
 
 Schedule = Callable[[int], Collection[int]] | Sequence[Collection[int]]
-"""Client ids of a round, given as a function of the round (from 1), or as one entry per round."""
+"""Client ids for each round, as a function of the round number (from 1) or as a sequence with one entry per round."""
 
 
 class ReferenceState(NamedTuple):
     """Complete state of a run between two rounds.
 
     Attributes:
-        round: rounds done.
-        server: the algorithm's server state.
+        round: number of rounds that were run.
+        server: state of the algorithm's server.
         rows: states of all n clients.
-        kept: rows of all n clients that the server stores, or None.
-        weigher: state of the weigher, or None.
+        kept: rows that the server stores for all n clients, or None.
+        weigher: state of the weigher, or None if there is no weigher.
     """
 
     round: int
@@ -48,12 +48,12 @@ class ReferenceState(NamedTuple):
     weigher: Any
 
     def parts(self) -> dict[str, Any]:
-        """Return the states by name, without the round."""
+        """Return all states by name, without the round number."""
         return {name: part for name, part in self._asdict().items() if name != "round"}
 
 
 class ReferenceFederation(NamedTuple):
-    """Constants of the rounds: local problems, shares ``[n, 1]``, settings, seed, layout."""
+    """Parts of a run that do not change over rounds: local problems, shares ``[n, 1]``, settings, seed and layout."""
 
     oracle: Oracle
     weight: Tensor
@@ -63,11 +63,11 @@ class ReferenceFederation(NamedTuple):
 
     @property
     def n(self) -> int:
-        """All clients."""
+        """Number of all clients."""
         return len(self.weight)
 
     def ctx(self, round: int, ids: Sequence[int]) -> Ctx:
-        """Return what the server knows in a round with the cohort ``ids``."""
+        """Return the context of a round with the cohort ``ids``, which is what the server knows."""
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
         return Ctx(
@@ -91,14 +91,14 @@ class ReferenceFederation(NamedTuple):
 
 
 def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
-    """Return the stored rows that a cohort's download mixes: the cohort's, all clients', or None without mixing."""
+    """Return the stored rows that a download mixes: those of the cohort or of all clients, or None without mixing."""
     if not algorithm.mixes:
         return None
     return kept if algorithm.mixes_all else picked(kept, ids)
 
 
 def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: Weigher | None = None) -> ReferenceState:
-    """Return the state before the first round, in which each client has the template's rows."""
+    """Return the state before the first round, in which all clients have the same initial rows."""
     ctx = fed.ctx(0, range(fed.n))
     algorithm = algorithm.derive_options(ctx)
     server, template, kept = algorithm.init(x0, ctx)
@@ -119,16 +119,16 @@ def play(
     weigher: Weigher | None = None,
     alone: bool = False,
 ) -> ReferenceState:
-    """One round.
+    """Run one round, and return the state after it.
 
     Args:
         algorithm: the method.
-        fed: local problems.
-        state: state before the round. Not modified.
+        fed: federation that defines the local problems.
+        state: state before the round. This state is not changed.
         cohort: ids of the clients that train.
-        dropped: ids of clients in the cohort whose uploads are lost.
-        weigher: weigher, or None to weight by the clients' shares.
-        alone: True to call each client separately, as in a deployment. False to call the whole cohort at once.
+        dropped: ids of those clients in the cohort whose uploads are lost.
+        weigher: weigher, or None to weight clients by their shares.
+        alone: True to call each client separately, as in a deployment, False to call the whole cohort at once.
     """
     algorithm = algorithm.derive_options(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
@@ -201,25 +201,25 @@ def federate(
     seed: int = 0,
     start: ReferenceState | None = None,
 ) -> list[ReferenceState]:
-    """Run rounds of a method.
+    """Run rounds of a method with the reference implementation.
 
     Args:
         algorithm: the method.
-        problem: quadratics. A small network. Also accepted: an oracle, the initial model ``[d]`` and the shares ``[n,
-            1]``.
-        rounds: number of further rounds.
+        problem: quadratics or a small network. Alternatively, a tuple of an oracle, the initial model ``[d]`` and the
+            shares ``[n, 1]``.
+        rounds: number of rounds to run.
         local: settings of local training.
-        solve: True to solve local problems of quadratics exactly.
-        noise: spread of the samples of quadratics.
-        cohorts: who trains. None: all clients.
-        dropped: clients whose uploads are lost. None when None.
-        weigher: weigher, or None to weight by the clients' shares.
+        solve: True to solve the local problems of quadratics exactly.
+        noise: standard deviation of the samples' minimizers, for quadratics.
+        cohorts: clients that train in each round. If None, all clients train.
+        dropped: clients whose uploads are lost. If None, no upload is lost.
+        weigher: weigher, or None to weight clients by their shares.
         alone: True to call each client separately.
         seed: seed of the run.
         start: state from which the run continues.
 
     Returns:
-        The states before the first of these rounds and after each round.
+        State before the first of these rounds, and the state after each round.
     """
     if isinstance(problem, tuple):
         oracle, x0, weight = problem
@@ -236,15 +236,15 @@ def federate(
 
 
 def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: ReferenceState) -> Tensor | None:
-    """Compute the personal models of all clients after a round, from a download with the new server state.
+    """Return the personal models of all clients after a round. The download is computed from the new server state.
 
     Args:
         algorithm: the method.
-        fed: federation with its local problems.
-        state: state after the round, as `federate` returns it.
+        fed: federation that defines the local problems.
+        state: state after the round, as returned by `federate`.
 
     Returns:
-        ``[n, d]``. None for a method without personal models.
+        Personal models ``[n, d]``. None if the method has no personal models.
     """
     everyone = range(fed.n)
     down = algorithm.down(state.server, state.kept if algorithm.mixes else None, fed.ctx(state.round, everyone))
@@ -256,7 +256,7 @@ def _entry(schedule: Schedule, round: int) -> Collection[int]:
 
 
 def _replace_rows(tree: Any, ids: Sequence[int], rows: Sequence[Any]) -> Any:
-    """Return ``tree`` with new rows at ``ids`` and all other rows unchanged."""
+    """Return a copy of ``tree`` with new rows at ``ids``. All other rows stay unchanged."""
     if isinstance(tree, Tensor):
         new = tree.clone()
         for i, row in zip(ids, rows, strict=True):

@@ -1,8 +1,8 @@
-"""Laws of algorithms: each function raises `AssertionError` with a sentence if its law is violated.
+"""Laws of algorithms. Each function raises an `AssertionError` with a sentence if its law is violated.
 
-They run on random heterogeneous quadratics and on a small network, with clients of different sizes and with different
-samples, starting from a state in the middle of a run: some clients have trained twice, some once, and one never.
-``check_algorithm(MyAlgorithm())`` runs all of them.
+The laws are checked on random heterogeneous quadratics and on a small network. The clients have different sizes and
+different samples. Each check starts in the middle of a run, in which some clients have trained twice, some once, and
+one never. ``check_algorithm(MyAlgorithm())`` checks all laws.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fedloom.testing.trees import distance, locate_difference, picked, reload_fr
 
 
 def row_independence(s: Subject) -> None:
-    """Check that a client's upload and state do not depend on the other clients that train."""
+    """Check that the upload and state of a client do not depend on which other clients train."""
     scene = Scene(s)
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
@@ -66,7 +66,7 @@ def row_independence(s: Subject) -> None:
 
 
 def permutation(s: Subject) -> None:
-    """Permuting the cohort must permute the rows, and must not change the server's state."""
+    """Check that permuting the cohort permutes the rows and does not change the server's state."""
     scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
     ids = [scene.ids[k] for k in order]
 
@@ -81,7 +81,7 @@ def permutation(s: Subject) -> None:
 
 
 def arguments_unmodified(s: Subject) -> None:
-    """No function may change its arguments, or the rows of clients that do not participate."""
+    """Check that no function changes its arguments or the rows of clients that do not participate."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
     kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the value does not change, and that equal calls give equal bits, without any global generator."""
+    """Check that the algorithm does not change, and that equal calls without global generators give equal bits."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -134,7 +134,7 @@ def no_state(s: Subject) -> None:
 
 
 def dropped_is_not_sampled(s: Subject) -> None:
-    """Check that a client whose upload is lost keeps its rows, and that no mean includes it."""
+    """Check that a client whose upload is lost keeps its rows, and that its upload is not part of any mean."""
     scene = Scene(s)
     lost = scene.ids[1]
     options: dict[str, Any] = {"weigher": s.weigher, "dropped": [lost]}
@@ -155,10 +155,10 @@ def dropped_is_not_sampled(s: Subject) -> None:
 
 
 def precision(s: Subject) -> None:
-    """float32 must stay float32 and agree with float64, and no number may pass through torch's default dtype.
+    """Check that float32 stays float32 and agrees with float64, and that torch's default dtype is never used.
 
-    The two must agree to 1e-4. A network that amplifies rounding, as BatchNorm does for two nearly equal samples, may
-    differ by at most 300 times the effect of changing each entry of its initial model by 1e-6.
+    The tolerance is 1e-4. A network that amplifies rounding errors, as BatchNorm does for two nearly equal samples, may
+    differ by more: by at most 300 times the effect of changing each entry of its initial model by 1e-6.
     """
     problems = (s.problem.to(dtype) for dtype in (torch.float32, torch.float64))
     single, double = (s.run([*COHORT_HISTORY, SCENE_COHORT], problem=p)[-1] for p in problems)
@@ -184,7 +184,7 @@ def precision(s: Subject) -> None:
 
 
 def resume(s: Subject) -> None:
-    """Check that a run that resumes from its checkpoint ends like an uninterrupted run, to the last bit."""
+    """Check that a run that resumes from a checkpoint ends bitwise like an uninterrupted run."""
     rounds = [*COHORT_HISTORY, SCENE_COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
@@ -201,7 +201,7 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
         precision, resume,
     )
 }  # fmt: skip
-"""All laws by name."""
+"""All laws of algorithms by name."""
 
 
 LAW_HINTS = {
@@ -225,11 +225,11 @@ LAW_HINTS = {
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "put all that a round needs from the one before into rows or the server's state",
 }
-"""Usual fix of a violated law. It is the end of the law's message."""
+"""Usual repair for each law that may be violated. The text ends the message of the law."""
 
 
 LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
-"""Usual fix of an error that the laws' problems cause."""
+"""Usual repair for errors that are caused by the problems on which laws are checked."""
 
 
 @default_to_cpu()
@@ -241,17 +241,17 @@ def check_law(
     *,
     on: Classifier | None = None,
 ) -> None:
-    """Check one method against one law.
+    """Check that a method satisfies one law.
 
     Args:
-        law: name in `METHOD_LAWS`.
-        algorithm: method, or method of a preset.
-        weigher: weigher of the runs. None: the method's own weigher, or the clients' shares.
-        layout: names and shapes of the quadratics' parameters.
-        on: network that is used instead of the quadratics.
+        law: name of a law in `METHOD_LAWS`.
+        algorithm: a method, or the combination of parts that a preset stands for.
+        weigher: weigher that is used in the runs. If None, the method's own weigher is used, or the clients' shares.
+        layout: names and shapes of the parameters of the quadratics.
+        on: network on which the law is checked instead of the quadratics.
 
     Raises:
-        AssertionError: the law is violated. The message states law, method and difference.
+        AssertionError: the law is violated. The message states the law, the method and the difference.
     """
     method, own_weigher = (
         (algorithm.algorithm, algorithm.weigher) if isinstance(algorithm, PresetMethod) else (algorithm, None)
@@ -279,18 +279,21 @@ def check_algorithm(
 
     Args:
         algorithm: the method.
-        weigher: weigher of the runs. None to weight by the clients' shares.
-        without: laws that the method violates on purpose. ``translation`` is always omitted for composite methods,
-            because their regularizer depends on the origin.
-        layout: for a method that names layers, the names and shapes of the parameters, or a module with these layers.
-            If ``shape`` is given, this module is the network. Otherwise the laws are checked only on quadratics.
-        shape: shape of one sample that the module accepts. The module must return one number for each of at least two
-            classes.
+        weigher: weigher that is used in the runs. If None, clients are weighted by their shares.
+        without: names of laws that the method violates on purpose. ``translation`` is never checked for composite
+            methods, because their regularizer depends on the origin.
+        layout: names and shapes of the parameters, or a module, for a method that needs certain layers. If ``shape`` is
+            given, the module is also the network on which laws are checked. Otherwise, laws are checked only on
+            quadratics.
+        shape: shape of one sample that the module accepts. The module must have at least two outputs per sample, one
+            for each class.
 
     Raises:
-        AssertionError: the first violated law: law, method, difference, and usual fix. Of a For a crash, the message
-            contains the function of the method (client, server, ...), the error, file and line.
-        ConfigError: the value is not a method, the module rejects such samples, or ``shape`` is given without a module.
+        AssertionError: a law is violated. The message names the first such law, the method, the difference and the
+            usual repair. If the method's code raised an error, the message contains the function (client, server, ...),
+            the error, the file and the line.
+        ConfigError: the value is not a method, the module rejects samples of this shape, or ``shape`` is given without
+            a module.
     """
     if not isinstance(algorithm, Algorithm | PresetMethod):
         raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
@@ -308,20 +311,20 @@ def check_algorithm(
 def check_network(
     algorithm: Algorithm | PresetMethod, weigher: Weigher | None, without: Collection[str], network: Classifier
 ) -> None:
-    """Check a method against the laws on a network.
+    """Check that a method satisfies the laws on a network.
 
-    ``translation`` is omitted, because the origin matters to a network.
+    ``translation`` is not checked, because the function of a network depends on the origin of its parameters.
     """
     for law in laws_of(algorithm, {*without, "translation"}):
         check_law(law, algorithm, weigher, on=network)
 
 
 def laws_of(algorithm: Algorithm | PresetMethod, without: Collection[str] = ()) -> list[str]:
-    """Name the laws of `METHOD_LAWS` that apply to a method.
+    """Return the names of the laws in `METHOD_LAWS` that apply to a method.
 
     Args:
-        algorithm: method, or method of a preset.
-        without: names of laws to omit.
+        algorithm: a method, or the combination of parts that a preset stands for.
+        without: names of laws to leave out.
     """
     method = algorithm.algorithm if isinstance(algorithm, PresetMethod) else algorithm
     left_out = {*without, *(("translation",) if method.family == "composite" else ())}

@@ -1,4 +1,4 @@
-"""Small network on five clients with different classes: nonconvex local problems for the laws."""
+"""Small network on five clients with different classes, which gives the laws nonconvex local problems."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from fedloom.seeds import as_global, generator
 from fedloom.tasks import task_of
 
 CLIENT_SIZES = (5, 2, 7, 4, 6)
-"""Number of training samples of each client."""
+"""Number of training samples at each client."""
 INPUT_SHAPE, CLASS_COUNT = (4,), 3
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Federation of a network that classifies, used in the laws instead of `fedloom.testing.Problem`.
+    """Federation with a classification network, on which laws are checked instead of on a `fedloom.testing.Problem`.
 
     Attributes:
-        module: the network. Its parameters are the initial model.
-        x: features ``[N, *shape]``. They are stored client by client, with `CLIENT_SIZES` samples each.
+        module: the network. The network's parameters are the initial model.
+        x: features ``[N, *shape]``. The samples of a client are stored consecutively, and `CLIENT_SIZES` are their
+            numbers.
         y: classes ``[N]``.
         classes: number of classes.
         dtype: float64 or float32.
@@ -44,15 +45,16 @@ class Classifier:
 
     @classmethod
     def create(cls, module: nn.Module | None = None, shape: Sequence[int] = INPUT_SHAPE) -> Classifier:
-        """Create samples for a module. The default module has a body and a head with three classes.
+        """Create samples for a module, and return the federation.
+
+        The default module has a body, and a head for three classes.
 
         Args:
-            module: module that accepts ``[b, *shape]`` and returns a number for each of at least two classes, ``[b,
-                c]``.
+            module: module that maps ``[b, *shape]`` to ``[b, c]``, with one number for each of c >= 2 classes.
             shape: shape of one sample.
 
         Raises:
-            ConfigError: the module rejects such samples, or returns something else.
+            ConfigError: the module rejects such samples, or its outputs have a different shape.
         """
         g = generator(0, purpose="samples")
         x = torch.randn(sum(CLIENT_SIZES), *shape, generator=g, dtype=torch.float64)
@@ -73,22 +75,22 @@ class Classifier:
 
     @property
     def n(self) -> int:
-        """Clients."""
+        """Number of clients."""
         return len(CLIENT_SIZES)
 
     @property
     def layout(self) -> Layout:
-        """Names and shapes of the parameters."""
+        """Names and shapes of the network's parameters."""
         return Layout.create(self.module)
 
     @property
     def d(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return self.layout.d
 
     @property
     def alpha(self) -> Tensor:
-        """Clients' shares by samples, ``[n, 1]``."""
+        """Clients' shares ``[n, 1]``, in proportion to their samples."""
         return torch.tensor(CLIENT_SIZES, dtype=self.dtype)[:, None] / sum(CLIENT_SIZES)
 
     @cached_property
@@ -98,15 +100,15 @@ class Classifier:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that a method must not change."""
+        """Tensors that a method must leave unchanged."""
         return self.x, self.y, self.x0
 
     def to(self, dtype: torch.dtype) -> Classifier:
-        """Convert the problem to another dtype."""
+        """Return the same problem in another dtype."""
         return replace(self, dtype=dtype)
 
     def perturbed(self, draw: int) -> Classifier:
-        """Change each initial parameter by about 1e-6 of its value."""
+        """Return the same problem with each initial parameter changed by about 1e-6 of its value."""
         module, g = deepcopy(self.module).to(self.dtype), generator(draw, purpose="perturbation")
         with torch.no_grad():
             for parameter in module.parameters():
@@ -114,13 +116,13 @@ class Classifier:
         return replace(self, module=module)
 
     def altered(self, client: int) -> Classifier:
-        """Replace the samples of one client."""
+        """Return the same problem with different samples at one client."""
         x, end = self.x.clone(), sum(CLIENT_SIZES[: client + 1])
         x[end - CLIENT_SIZES[client] : end] += 10
         return replace(self, x=x)
 
     def oracle(self, **_: object) -> Network:
-        """Return the local problems for `Work`, computed as in a run."""
+        """Return the oracle of the local problems for `Work`, which computes them as in a run."""
         data = Dataset("laws", self.x, self.y, "classification", tuple(map(str, range(self.classes))))
         offsets = torch.tensor((0, *CLIENT_SIZES)).cumsum(0)
         none = Split(torch.zeros(0, dtype=torch.long), torch.zeros_like(offsets))

@@ -1,4 +1,4 @@
-"""Laws of partitions: what a draw may contain, and how a client's training part prepares its samples."""
+"""Laws of partitions, which state what a draw may contain and which samples are used to prepare a client's samples."""
 
 from __future__ import annotations
 
@@ -22,41 +22,48 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SAMPLE_COUNT, TEST_SAMPLE_COUNT, DATA_CLASS_COUNT, USER_COUNT = 1200, 200, 10, 12
-"""Sizes of the laws' data: as many classes as the built-in `clusters` needs, with at least 100 samples each."""
+"""Sizes of the data on which laws are checked. The built-in `clusters` needs this number of classes, with at least 100
+samples each."""
 PARTITION_SEED = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """Subject of a law: a partition and a data set."""
+    """Input of a law: a partition and a data set."""
 
     partition: Partition
     data: Dataset
+    original: Dataset
+
+    @classmethod
+    def create(cls, partition: Partition, data: Dataset) -> Case:
+        """Return a case whose data set may be changed by the partition."""
+        return cls(partition, replace(data, x=data.x.clone(), y=data.y.clone()), data)
 
     @cached_property
     def pool(self) -> Pool:
-        """Samples from which a call of the partition draws."""
+        """Pool of samples that the partition distributes when it is called."""
         return self.partition.pool_of(self.data)
 
     @cached_property
     def drawn(self) -> Draw:
-        """A draw."""
+        """Draw of the partition from this pool."""
         return self.partition.draw(self.pool, PARTITION_SEED)
 
     @cached_property
     def fed(self) -> Federation:
-        """Federation for the same seed."""
+        """Federation that results from the same seed."""
         return self.partition(self.data, PARTITION_SEED)
 
 
 def _runs(s: Case) -> None:
-    """Check that the partition draws clients, and that a federation can be built from them."""
+    """Check that the partition distributes samples to clients, and that a federation can be built from the result."""
     demand(isinstance(s.drawn, Draw), f"draw must return fl.partitions.Draw, got {type(s.drawn).__name__}")
     demand(s.fed.n > 0, "there are no clients")
 
 
 def declared(s: Case) -> None:
-    """Each field of a draw must contain an entry per client, of the documented type."""
+    """Check that each field of a draw contains one entry per client, of the documented type."""
     drawn, n, classes = s.drawn, len(s.drawn.dealt.offsets) - 1, len(s.data.classes)
     for name, dealt in _lists(drawn).items():
         for what, values in zip(("index", "offsets"), dealt, strict=True):
@@ -76,9 +83,9 @@ def declared(s: Case) -> None:
 
 
 def pool_only(s: Case) -> None:
-    """Training samples must come from the pool, for every part of the data set.
+    """Check that training samples come from the given pool, even if the pool is only a part of the data set.
 
-    Test samples may be official test samples.
+    Samples for testing may also come from the official test set.
     """
     half = numpy_generator(PARTITION_SEED, purpose="half").random(len(s.pool)) < 0.5
     some = Pool(s.data, s.pool.index[half], None if s.pool.y is None else s.pool.y[half])
@@ -97,7 +104,7 @@ def pool_only(s: Case) -> None:
 
 
 def disjoint(s: Case) -> None:
-    """No sample may belong to two clients."""
+    """Check that no sample belongs to two clients."""
     for name, dealt in _lists(s.drawn).items():
         samples, counts = np.unique(dealt.index, return_counts=True)
         twice = samples[counts > 1]
@@ -105,14 +112,17 @@ def disjoint(s: Case) -> None:
 
 
 def tested_apart(s: Case) -> None:
-    """No client may train on a sample of its test part."""
+    """Check that no client trains on a sample of its test part."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
     demand(not len(both), f"{len(both)} test samples are training samples too (first: {both[:1].tolist()})")
 
 
 def seeded(s: Case) -> None:
-    """Equal seeds must give equal draws, and only the seed's generators may be used. The partition must not change."""
+    """Check that equal seeds give equal draws, and that only the seed's generators are used.
+
+    The partition itself must not change.
+    """
     before = s.partition.model_dump()
     with generators_untouched():
         again = s.partition.draw(s.pool, PARTITION_SEED)
@@ -124,21 +134,21 @@ def seeded(s: Case) -> None:
 
 
 def _arguments_unmodified(s: Case) -> None:
-    """Drawing must not change the pool or the data set."""
+    """Check that drawing does not change the pool or the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
     s.partition.draw(pool, PARTITION_SEED)
     for name, got, want in (
         ("pool.index", pool.index, s.pool.index),
         ("pool.y", pool.y, s.pool.y),
-        ("the features", data.x.numpy(), s.data.x.numpy()),
-        ("the targets", data.y.numpy(), s.data.y.numpy()),
+        ("the features", data.x.numpy(), s.original.x.numpy()),
+        ("the targets", data.y.numpy(), s.original.y.numpy()),
     ):
         demand(_same(got, want), f"draw changed {name}")
 
 
 def prepared(s: Case) -> None:
-    """Each sample of a part must exist, and must be prepared by its client's own training part."""
+    """Check that every sample of a part exists, and that it is prepared with the training part of its client."""
     for part in DATA_PARTS:
         index = s.fed.parts[part].index
         x = s.fed.fetch(index)
@@ -168,7 +178,7 @@ PARTITION_LAWS: dict[Callable[[Any], None], str] = {
     _arguments_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
-"""All laws of a partition, each with the usual fix."""
+"""All laws of a partition, each with advice on how a violation is usually repaired."""
 
 
 @default_to_cpu()
@@ -177,20 +187,22 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
 
     Args:
         partition: the partition.
-        data: data set that the partition accepts, or an argument of `fl.Dataset.create`, used instead of the laws' own
-            data. The laws' own data have ten classes, twelve users, and the columns ``site`` and ``time``.
+        data: data set that the partition accepts, or an argument of `fl.Dataset.create`. This data set is used instead
+            of the built-in data. The built-in data have ten classes, twelve users, and the columns ``site`` and
+            ``time``.
         without: names of laws that the partition violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, partition, problem, and fix. For a crash, the message contains the
-            function, the error, file and line.
-        ConfigError: the value is not a partition, it rejects every data set, or a law does not exist.
+        AssertionError: a law is violated. The message names the first such law, the partition, the problem and the
+            usual repair. If the partition's code raised an error, the message contains the function, the error, the
+            file and the line.
+        ConfigError: the value is not a partition, it rejects every data set, or a name in ``without`` is not a law.
     """
     check_arguments(partition, Partition, "fl.partitions.iid(clients=10)", PARTITION_LAWS, without)
     cases = _data() if data is None else {"the data": Dataset.create(data)}
     refusals = []
     for where, data_set in cases.items():
-        case = Case(partition, data_set)
+        case = Case.create(partition, data_set)
         try:
             _runs(case)
         except ConfigError as refusal:

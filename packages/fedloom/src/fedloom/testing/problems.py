@@ -1,7 +1,8 @@
-"""Problems: heterogeneous quadratics with known optima, for tests of algorithms.
+"""Problems for tests of algorithms: heterogeneous quadratics whose optima are known.
 
-Client i has f_i(w) = 1/2 (w - c_i)' A_i (w - c_i) with its own symmetric positive definite A_i. Each optimum below is a
-closed form, or the result of a reference solver that shares no code with the algorithms.
+The loss of client i is f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), where A_i is a symmetric positive definite matrix that
+differs between clients. Each optimum in this module is given in closed form or computed by a reference solver that
+shares no code with the algorithms.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from fedloom.local.oracles.base import Oracle
 
 TOY_LAYOUT = Layout.create_from_shapes({"body.weight": (2, 2), "head.weight": (1, 2), "head.bias": (1,)})
-"""Seven scalars in three named blocks, so that masks of a body or a head are meaningful."""
+"""Layout of seven scalars in three named blocks, so that masks for a body or a head are meaningful."""
 
 Penalty = Literal["l1", "nuclear"]
 
 
 class Moreau(NamedTuple):
-    """Minimizer of sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w||^2): w ``[d]``, theta ``[n, d]``."""
+    """Minimizer of sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w||^2), with w ``[d]`` and theta ``[n, d]``."""
 
     w: Tensor
     theta: Tensor
@@ -38,12 +39,12 @@ class Problem:
     """Federation of quadratics.
 
     Attributes:
-        hessian: matrices A_i ``[n, d, d]``.
-        minimiser: minimizers c_i ``[n, d]``.
+        hessian: matrices A_i, as ``[n, d, d]``.
+        minimiser: minimizers c_i, as ``[n, d]``.
         sizes: simulated numbers of training samples ``[n]``.
-        alpha: clients' shares ``[n, 1]``, which sum to 1.
+        alpha: clients' shares ``[n, 1]``, whose sum is 1.
         x0: initial model ``[d]``.
-        layout: names and shapes.
+        layout: names and shapes of the parameters.
     """
 
     hessian: Tensor
@@ -64,14 +65,14 @@ class Problem:
         same_curvature: bool = False,
         dtype: torch.dtype = torch.float64,
     ) -> Problem:
-        """Draw a random problem: eigenvalues of A_i in [0.5, 2], minimizers that differ mutually and from zero.
+        """Return a random problem. The eigenvalues of A_i are in [0.5, 2], and all minimizers differ and are not zero.
 
         Args:
-            seed: number that identifies the problem.
-            n: clients.
-            layout: layout whose d is the dimension of the problem.
-            weights: uniform shares, or shares by samples.
-            same_curvature: True to make each A_i the same multiple of the identity.
+            seed: number from which the problem is drawn.
+            n: number of clients.
+            layout: layout whose number of parameters d is the dimension of the problem.
+            weights: whether shares are uniform or proportional to samples.
+            same_curvature: True to make every A_i the same multiple of the identity.
             dtype: float64 or float32.
         """
         d, g = layout.d, generator(seed, purpose="quadratics")
@@ -90,42 +91,42 @@ class Problem:
 
     @property
     def n(self) -> int:
-        """Clients."""
+        """Number of clients."""
         return len(self.minimiser)
 
     @property
     def d(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return self.layout.d
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that a method must not change."""
+        """Tensors that a method must leave unchanged."""
         return self.x0, self.minimiser
 
     def altered(self, client: int) -> Problem:
-        """Replace the minimizer of one client."""
+        """Return the same problem with a different minimizer for one client."""
         moved = self.minimiser.clone()
         moved[client] += 10
         return replace(self, minimiser=moved)
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """Convert the problem to another dtype."""
+        """Return the same problem in another dtype."""
         fields = ("hessian", "minimiser", "alpha", "x0")
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
     def shift(self, t: Tensor) -> Problem:
-        """Move minimizers and initial model by t ``[d]``, which gives the same problem with a different origin."""
+        """Return the problem with minimizers and initial model moved by t ``[d]``, which only changes the origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 
     def pooled(self) -> Problem:
-        """Return one client with the weighted mean of all f_i (up to a constant) and all samples."""
+        """Return a problem whose single client has the weighted mean of all f_i (up to a constant) and all samples."""
         a = (self.alpha[:, :, None] * self.hessian).sum(0, keepdim=True)
         one = torch.ones(1, 1, dtype=self.alpha.dtype)
         return replace(self, hessian=a, minimiser=self.consensus()[None], sizes=self.sizes.sum()[None], alpha=one)
 
     def oracle(self, *, solve: bool = False, noise: float = 0.0) -> Oracle:
-        """Return the local problems for `Work`.
+        """Return the oracle of the local problems for `Work`.
 
         Args:
             solve: True if `descend` returns the exact minimizer of its problem.
@@ -137,30 +138,30 @@ class Problem:
         return Quadratic(self.hessian, self.minimiser, self.sizes, solve=solve, layout=self.layout)
 
     def gradient(self, w: Tensor) -> Tensor:
-        """Return gradients of all f_i ``[n, d]`` at w ``[d]`` or ``[n, d]``."""
+        """Return the gradients ``[n, d]`` of all f_i at w, which is ``[d]`` or ``[n, d]``."""
         return torch.einsum("nij,nj->ni", self.hessian, w - self.minimiser)
 
     def consensus(self, share: Tensor | None = None) -> Tensor:
-        """Return argmin of sum_i share_i f_i, ``[d]``. ``share [n, 1]`` defaults to alpha."""
+        """Return the minimizer ``[d]`` of sum_i share_i f_i. ``share [n, 1]`` is alpha by default."""
         p = (self.alpha if share is None else share)[:, :, None]
         right = (p * self.hessian @ self.minimiser[:, :, None]).sum(0)
         return _solve((p * self.hessian).sum(0), right)[:, 0]
 
     def proximal(self, lam: float, w: Tensor) -> Tensor:
-        """Return argmin over v_i of f_i(v_i) + lam/2 ||v_i - w_i||^2, ``[n, d]``. w ``[d]`` or ``[n, d]``."""
+        """Return the minimizers v_i ``[n, d]`` of f_i(v_i) + lam/2 ||v_i - w_i||^2, for w ``[d]`` or ``[n, d]``."""
         eye = torch.eye(self.d, dtype=w.dtype)
         right = (self.hessian @ self.minimiser[:, :, None])[:, :, 0] + lam * w
         return _solve(self.hessian + lam * eye, right)
 
     def moreau(self, lam: float) -> Moreau:
-        """Return the minimizer of the sum of Moreau envelopes sum_i alpha_i min_v (f_i(v) + lam/2 ||v - w||^2)."""
+        """Return the minimizer of the sum of Moreau envelopes, sum_i alpha_i min_v (f_i(v) + lam/2 ||v - w||^2)."""
         eye = torch.eye(self.d, dtype=self.x0.dtype)
         envelope = lam * _solve(self.hessian + lam * eye, self.hessian)
         w = replace(self, hessian=envelope).consensus()
         return Moreau(w, self.proximal(lam, w))
 
     def descent(self, w: Tensor, steps: Tensor, lr: float, mu: float = 0.0, x: Tensor | None = None) -> Tensor:
-        """Return the last point of ``steps [n, 1]`` gradient steps on f_i + mu/2 ||w - x||^2 from w, ``[n, d]``."""
+        """Return the points ``[n, d]`` after ``steps [n, 1]`` gradient steps on f_i + mu/2 ||w - x||^2 from w."""
         eye = torch.eye(self.d, dtype=w.dtype)
         end = self.proximal(mu, w if x is None else x)
         factor = eye - lr * (self.hessian + mu * eye)
@@ -172,10 +173,10 @@ class Problem:
         """Return the fixed point of local descent: the x ``[d]`` that is the mean of `descent` from x, pulled to x.
 
         Args:
-            steps: ``[n, 1]``.
+            steps: number of steps of each client ``[n, 1]``.
             lr: step size.
-            mu: strength of the pull to x (FedProx).
-            share: weights of the mean ``[n, 1]``. None: alpha.
+            mu: strength of the pull to x, as in FedProx.
+            share: weights ``[n, 1]`` of the clients in the mean. If None, alpha is used.
         """
         share = self.alpha if share is None else share
         eye = torch.eye(self.d, dtype=self.x0.dtype)
@@ -184,9 +185,9 @@ class Problem:
         return _solve(eye - matrix, columns[0])
 
     def composite(self, penalty: Penalty, strength: float) -> Tensor:
-        """Return argmin of sum_i alpha_i f_i(x) + strength ||x||, ``[d]``, to 1e-12.
+        """Return the minimizer ``[d]`` of sum_i alpha_i f_i(x) + strength ||x||, up to 1e-12.
 
-        The norm is the l1 norm of all parameters, or the sum of the nuclear norms of the layout's matrices.
+        The norm is the l1 norm of all parameters, or the sum of the nuclear norms of the matrices in the layout.
         """
         a = (self.alpha[:, :, None] * self.hessian).sum(0)
         step, target = 1 / torch.linalg.eigvalsh(a)[-1], self.consensus()
@@ -200,7 +201,7 @@ class Problem:
 
 
 def shrunk(x: Tensor, penalty: Penalty, t: Tensor | float, layout: Layout) -> Tensor:
-    """Return the proximal point of t times the penalty at x ``[d]``, computed from its definition."""
+    """Return the proximal point of t times the penalty at x ``[d]``, computed from the definition."""
     if penalty == "l1":
         return torch.where(x > t, x - t, torch.where(x < -t, x + t, torch.zeros_like(x)))
     matrices = {}
@@ -216,7 +217,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Sampled(Quadratic):
-    """Quadratics whose samples differ: sample s of client i has the minimizer c_i + o_is, where o_is has mean 0."""
+    """Quadratics with different samples: sample s of client i has the minimizer c_i + o_is, and o_is has mean 0."""
 
     def __init__(self, problem: Problem, noise: float) -> None:
         super().__init__(problem.hessian, problem.minimiser, problem.sizes, layout=problem.layout)
@@ -232,13 +233,13 @@ class Sampled(Quadratic):
         return torch.where(valid, self.offset[batch.ids[:, None], batch.position.clamp(min=0)], 0.0), valid
 
     def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
-        """Return the mean of A_i (w - c_i - o_is) over the samples of the batch."""
+        """Return the mean of A_i (w - c_i - o_is) over the samples in the batch."""
         mean = self._offsets(batch)[0].sum(1) / batch.total
         share = batch.count.to(w) / batch.total
         return share * self._gradient(w, batch.ids) - torch.einsum("mij,mj->mi", self.hessian[batch.ids], mean)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
-        """Return the mean loss over the samples of the batch, ``[m, 1]``."""
+        """Return the mean loss over the samples in the batch, ``[m, 1]``."""
         offset, valid = self._offsets(batch)
         gap = torch.where(valid, (w - self.minimiser[batch.ids])[:, None, :] - offset, 0.0)
         square = torch.einsum("mbi,mij,mbj->m", gap, self.hessian[batch.ids], gap)

@@ -1,4 +1,4 @@
-"""Reports on laws: the law, the part, the location in its code, and a fix."""
+"""Reports on violated laws, which name the law, the part, the location in the code of the part, and a repair."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from fedloom.rows.layout import Layout
 from fedloom.testing.scene import demand
 
 PACKAGE_FOLDER = Path(__file__).parents[1]
-"""Folder that contains fedloom's own code."""
+"""Folder that contains the code of fedloom."""
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Return the function of a part in which an error arose: the outermost function that the part's author wrote.
-
-    None outside.
+    """Return the outermost function of a part in which an error arose, preferring the author's code, or None.
 
     Args:
         error: error that was caught, with its traceback.
         part: base class of the part.
-        stages: functions of the part that its author may write.
+        stages: names of the functions that the author of a part may write.
     """
     called = list[tuple[str, Path]]()
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -43,22 +41,22 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
 
 
 def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str | None:
-    """Return the function of a class to which a code object belongs, whatever its original name is."""
+    """Return the name of a class's function that has this code object, whatever its original name was."""
     if code.co_name in stages:
         return code.co_name
     return next((name for name in stages if getattr(getattr(kind, name, None), "__code__", None) is code), None)
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
-    """Return the error of a violated law.
+    """Return the error that reports a violated law.
 
     Args:
-        law: its name.
+        law: name of the law.
         part: part that violates the law.
-        error: error that was caught. The law's own message is an `AssertionError`.
-        stage: function of the part that crashed. None if the law itself found the fault.
-        cure: fix.
-        where: problem on which the law was checked, with a leading blank.
+        error: error that was caught. If the law itself raised this error, it is an `AssertionError`.
+        stage: function of the part that raised the error, or None if the law itself found the fault.
+        cure: advice on how to repair the violation.
+        where: text with a leading blank that names the problem on which the law was checked.
     """
     what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
     what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
@@ -78,19 +76,19 @@ def hold(
     without: Collection[str] = (),
     where: str = "",
 ) -> None:
-    """Check a part against laws, one after the other.
+    """Check that a part satisfies laws, one after the other.
 
     Args:
-        laws: all laws, each with its usual fix.
-        subject: argument of the laws.
+        laws: the laws, each with its usual repair.
+        subject: argument with which each law is called.
         part: value that is checked.
-        base: base class of the part.
-        without: names of laws to omit.
-        where: problem on which the laws are checked, with a leading blank.
+        base: base class of the kind of part.
+        without: names of laws to leave out.
+        where: text with a leading blank that names the problem on which the laws are checked.
 
     Raises:
-        AssertionError: the first violated law: law, part, problem (for a crash the function, the error, file and line),
-            and fix.
+        AssertionError: a law is violated. The message names the first such law, the part, the problem and the repair.
+            If the part's code raised an error, the message names the function, the error, the file and the line.
     """
     stages = {name for name in dir(part) if not name.startswith("_")}
     for law, cure in laws.items():
@@ -105,10 +103,10 @@ def hold(
 def check_arguments(
     part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
 ) -> None:
-    """Raise if the part is of a different kind, or if names of laws do not exist.
+    """Raise if a part is not of the expected kind, or if a name does not belong to any law.
 
     Raises:
-        ConfigError: the part has the wrong kind, or a law does not exist.
+        ConfigError: the part is not of the expected kind, or a name does not belong to any law.
     """
     if not isinstance(part, base):
         raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")
@@ -120,7 +118,7 @@ def check_arguments(
 
 @contextmanager
 def generators_untouched() -> Iterator[None]:
-    """Raise if the block draws from a global generator."""
+    """Raise if code in the block draws from a global generator."""
     before = _global_states()
     yield
     for name, state in _global_states().items():
@@ -137,7 +135,7 @@ def _global_states() -> dict[str, Any]:
 
 
 def model_of_laws(layout: Layout, classes: int | None) -> str:
-    """Return the facts about the model on which a method crashed, a network if ``classes`` is given."""
+    """Return a sentence about the model on which a method failed. With ``classes``, the model is a network."""
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)
     if classes is not None:

@@ -1,4 +1,4 @@
-"""Scene of the laws: the middle of a short run of one method."""
+"""Scene in which laws are checked: the middle of a short run of one method."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TIGHT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """Subject of a law: a method, its weigher if it has a weigher, and local problems."""
+    """Input of a law: a method, its weigher if there is one, and local problems."""
 
     algorithm: Algorithm
     weigher: Weigher | None
     problem: Problem | Classifier
 
     def derive_options(self) -> Subject:
-        """Set the options that are not given, for the laws' problem."""
+        """Return the same input with the method's derived options set for its problem."""
         problem = self.problem
         fed = ReferenceFederation(problem.oracle(), problem.alpha, LOCAL_SETTINGS)
         return replace(self, algorithm=self.algorithm.derive_options(fed.ctx(0, range(fed.n))))
@@ -39,13 +39,13 @@ class Subject:
     def run(
         self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any
     ) -> list[ReferenceState]:
-        """Run a few rounds with these cohorts, on the laws' problem unless another problem is given."""
+        """Run a few rounds with these cohorts. Unless another problem is given, the input's own problem is used."""
         choices = {"problem": self.problem, "local": LOCAL_SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
         return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **choices)
 
 
 class Scene:
-    """The middle of a run: state, download and local problems of a cohort.
+    """The middle of a run, with the state, the download and the local problems of a cohort.
 
     Args:
         subject: the method.
@@ -61,15 +61,15 @@ class Scene:
         self.down = self.a.down(self.state.server, self.kept, self.ctx())
 
     def ctx(self, ids: Sequence[int] | None = None) -> Ctx:
-        """Return the server's context."""
+        """Return the context that the server receives."""
         return self.fed.ctx(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids)
 
     def work(self, steps: int | None = None, ids: Sequence[int] | None = None) -> Work:
-        """Return the cohort's local problems."""
+        """Return the local problems of the cohort."""
         return self.fed.work(len(COHORT_HISTORY) + 1, self.ids if ids is None else ids, steps)
 
     def aggregate(self, up: Any) -> Any:
-        """Return an upload in the form that the server receives: uniform means, or rows."""
+        """Return an upload in the form in which the server receives it, as unweighted means or as rows."""
         fields = upload_fields(type(self.a))
         means = (fields[name].averaged for name in up._fields)
         return type(up)(*(value.mean(0) if mean else value for mean, value in zip(means, up, strict=True)))
@@ -77,12 +77,12 @@ class Scene:
 
 @cache
 def law_problem(layout: Layout = TOY_LAYOUT) -> Problem:
-    """Return the laws' quadratics: five clients of different sizes, with shares by samples."""
+    """Return the quadratics on which laws are checked: five clients of different sizes, with shares by samples."""
     return Problem.random(7, layout=layout, weights="samples")
 
 
 def demand(holds: object, sentence: str) -> None:
-    """Raise an error with the given sentence if a condition does not hold."""
+    """Raise an `AssertionError` with the given sentence if a condition does not hold."""
     if not holds:
         raise AssertionError(sentence)
 
@@ -92,6 +92,6 @@ def _parts(tree: object) -> Any:
 
 
 def agree(got: object, want: object, sentence: str, tol: float = 0.0) -> None:
-    """Raise if two states differ. The message states the differences."""
+    """Raise if two states differ. The message states the difference."""
     phrase = locate_difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

@@ -1,7 +1,7 @@
-"""Laws of virtual time: each function raises `AssertionError` with a sentence if a method violates its law.
+"""Laws of virtual time. Each function raises an `AssertionError` with a sentence if a method violates its law.
 
-They run short federations of eight clients of different sizes, with two features and three classes. If a schedule
-rejects a method and states the reason, no law is violated.
+The laws are checked in short runs with eight clients of different sizes, two features and three classes. If a schedule
+rejects a method and states the reason, this is not a violation.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ LOCAL_SETTINGS = LocalSGD(lr=0.1, batch_size="full", steps=2)
 
 
 class Speeds(Devices):
-    """Devices with given speeds, in training samples per second. A device with speed 0 never answers."""
+    """Devices with given speeds, in training samples per second. A device with speed 0 never replies."""
 
     kind: ClassVar[str] = "speeds"
     speeds: tuple[float, ...]
     scale: float = 1.0
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Messages travel at 1e6 bytes per second, without latency."""
+        """Return a fleet in which messages travel at 1e6 bytes per second without latency."""
         rate = torch.full((n,), 1e6 / self.scale, dtype=torch.float64)
         seconds = self.scale / torch.tensor(self.speeds, dtype=torch.float64)
         return Fleet(seconds, rate, rate, 0 * rate, ("all",), torch.zeros(n, dtype=torch.long))
 
 
 def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
-    """Return the clients of the laws in a given order. Client ``other`` has different labels."""
+    """Return the clients on which laws are checked, in a given order. The labels of client ``other`` are changed."""
     clients = []
     for i in order:
         g = numpy_generator(i, purpose="laws of time")
@@ -94,7 +94,7 @@ def run_rounds(
     """Run a method for some rounds without evaluation.
 
     Raises:
-        ConfigError: the method pools the clients' data, or the schedule does not support it.
+        ConfigError: the method pools the clients' data, or the schedule does not support the method.
     """
     choices: dict[str, Any] = {"rounds": LAW_ROUNDS, "local": LOCAL_SETTINGS, "evaluate": {"every": 100}, **more}
     setting = Setting.create(method, devices=devices, schedule=schedule, local=LOCAL_SETTINGS)
@@ -104,13 +104,13 @@ def run_rounds(
 
 
 def clock_of(result: Result) -> Clock:
-    """Return the clock at the end of a run."""
+    """Return the clock of a run at the end of the run."""
     assert result.state.clock is not None
     return result.state.clock
 
 
 def same_models(one: Result, other: Result, sentence: str) -> None:
-    """Raise if the server's or the clients' states of two runs differ in any bit."""
+    """Raise if the states of the server or the clients of two runs are not bitwise equal."""
     pairs = [*zip(one.state.server, other.state.server, strict=True)]
     pairs += [*zip(*(result.job.clients.read(torch.arange(N)) for result in (one, other)), strict=True)]
     pairs += [*zip(*(result.job.kept.read(torch.arange(N)) for result in (one, other)), strict=True)]
@@ -127,9 +127,9 @@ def a_clock_changes_no_bit(method: object) -> None:
 
 
 def whole_cohort(method: object) -> None:
-    """Equal devices and a buffer of the whole cohort must give the synchronous run, bit for bit.
+    """Check that a run with equal devices and a buffer for the whole cohort is bitwise equal to a synchronous run.
 
-    A late deadline must give the same run too.
+    A run with a late deadline must also equal the synchronous run.
     """
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
@@ -139,7 +139,7 @@ def whole_cohort(method: object) -> None:
 
 
 def nothing_later(method: object) -> None:
-    """Check that an upload uses nothing later than its dispatch: new labels must change no earlier upload."""
+    """Check that an upload uses nothing later than its dispatch: changed labels must not affect earlier uploads."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
@@ -169,9 +169,9 @@ def nothing_later(method: object) -> None:
 
 
 def conservation(method: object) -> None:
-    """Busy, idle and absent seconds must add up to each client's total time.
+    """Check that the busy, idle and absent seconds of each client add up to the total time.
 
-    Samples and bytes divided by the rates must equal its busy seconds.
+    Samples and bytes, divided by their rates, must equal the client's busy seconds.
     """
     devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
     result = run_rounds(method, devices, Synchronous())
@@ -201,7 +201,7 @@ def conservation(method: object) -> None:
 
 
 def permutation_of_devices(method: object) -> None:
-    """Permuting the clients together with their devices must permute the log, if all clients participate."""
+    """Check that permuting clients together with their devices permutes the log, if all clients participate."""
     speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
         plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
@@ -216,7 +216,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """If devices, messages and deadlines are four times slower, so is the run, and its models are unchanged."""
+    """Check that making devices, messages and deadlines four times slower only makes the run four times slower."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
@@ -225,7 +225,7 @@ def scale_of_time(method: object) -> None:
 
 
 def silence(method: object) -> None:
-    """Check that a silent device occupies its slot until the timeout, and does not change other uploads."""
+    """Check that a device that never replies occupies its slot until the timeout and does not affect other uploads."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
     limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())
@@ -246,18 +246,19 @@ TIME_LAWS: dict[str, Callable[[Any], None]] = {
         silence,
     )
 }  # fmt: skip
-"""Laws of virtual time by name."""
+"""All laws of virtual time by name."""
 
 
 def check_timing(method: Algorithm | PresetMethod | str, without: Collection[str] = ()) -> None:
-    """Check a method against the laws of virtual time.
+    """Check that a method satisfies the laws of virtual time.
 
     Args:
-        method: the method, or its name.
-        without: laws that the method violates on purpose.
+        method: a method, or the name of a method.
+        without: names of laws that the method violates on purpose.
 
     Raises:
-        AssertionError: the first violated law: law, method, difference and fix.
+        AssertionError: a law is violated. The message names the first such law, the method, the difference and the
+            usual repair.
     """
     for name, law in TIME_LAWS.items():
         if name in without:

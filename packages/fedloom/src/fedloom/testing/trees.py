@@ -1,4 +1,4 @@
-"""States as named tensors: compare, copy, and convert them as a checkpoint does."""
+"""Functions that treat states as named tensors: they compare them, copy them, and convert them as a checkpoint does."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Index = Sequence[int] | slice | int
 
 
 def picked(tree: object, clients: Index) -> Any:
-    """Select the rows ``clients`` of every tensor."""
+    """Return the rows ``clients`` of every tensor."""
     return map_rows(lambda t: t[clients], tree)
 
 
 def select_download(down: object, clients: Index) -> Any:
-    """Return a download for the clients at ``clients`` in the cohort: their rows, and the complete shared fields."""
+    """Return the download for the clients at the positions ``clients`` in a cohort, with all shared fields."""
     return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
 def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """Return ``tree`` with the tensors replaced that have the given names."""
+    """Return a copy of ``tree`` in which the tensors with the given names are replaced."""
     if isinstance(tree, Tensor):
         return tensors[prefix]
     if not isinstance(tree, tuple):
@@ -35,26 +35,33 @@ def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> An
 
 
 def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
-    """Return ``tree`` plus the tensors with the same names in ``other``. Fields that ``other`` lacks stay unchanged."""
+    """Return ``tree`` after adding the tensors in ``other`` to the tensors with the same names.
+
+    Fields that are not in ``other`` stay unchanged.
+    """
     return rebuilt(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
 
 
 def reload_from_checkpoint(tree: object) -> Any:
-    """Read a state back from the bytes of a safetensors file. Values of other types are taken from ``tree``."""
+    """Convert a state to the bytes of a safetensors file and back.
+
+    Values that are not tensors are taken from ``tree``.
+    """
     tensors = {name: value.contiguous().clone() for name, value in name_tensors(tree).items()}
     return rebuilt(tree, safetensors.torch.load(safetensors.torch.save(tensors)))
 
 
 def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None:
-    """Locate the first difference between two trees of tensors, as a phrase. None without one.
+    """Return a phrase that describes the first difference between two trees of tensors, or None if they are equal.
 
     Args:
-        got: tensor, NamedTuple, or dict of them, as for `name_tensors`.
-        want: same structure with the same names.
-        tol: largest tolerated difference, at least 0, relative to the tensors' size. 0: bit for bit.
+        got: tensor, NamedTuple, or dict of these, in the form that `name_tensors` accepts.
+        want: tree with the same structure and the same names.
+        tol: largest tolerated difference, at least 0, relative to the size of the tensors. With 0, tensors must be
+            bitwise equal.
 
     Raises:
-        AssertionError: one of them contains something other than tensors.
+        AssertionError: a tree contains something other than tensors.
     """
     a, b = name_tensors(got), name_tensors(want)
     if a.keys() != b.keys():
@@ -69,7 +76,7 @@ def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None
 
 
 def distance(x: Tensor, y: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape, divided by 1 plus the largest entry of ``y``."""
+    """Return the largest difference between tensors of the same shape, divided by 1 plus the largest entry of ``y``."""
     if not x.numel():
         return 0.0
     return ((x.double() - y.double()).abs().max() / (1 + y.double().abs().max())).item()

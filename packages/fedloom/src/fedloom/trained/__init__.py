@@ -1,1 +1,1 @@
-"""Trained models: evaluation, adaptation to a new client, saving, export."""
+"""Trained models: evaluation, adaptation to a new client, saving and export."""

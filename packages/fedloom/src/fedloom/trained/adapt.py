@@ -1,4 +1,4 @@
-"""Personal model for a client that was in no round: the method's own client step, with a fixed server state."""
+"""Training of a personal model for a client that did not take part in the run, with a fixed state of the server."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fedloom.values import has_type
 
 
 class ServerSide(NamedTuple):
-    """State of a run that is needed for clients that join later.
+    """State of a finished run that is needed to train models for clients that join later.
 
     Attributes:
         algorithm: the method.
-        local: settings of local training.
+        local: settings of local training in the run.
         server: state of the server after the last round.
-        kept: rows that the server stores for each client ``[n, .]``, for a method that mixes them. Else None.
-        weight: shares in the objective ``[n, 1]``.
-        sizes: numbers of training samples ``[n, 1]``.
-        round: rounds done.
+        kept: rows that the server stores for each client ``[n, .]``, if the method mixes them, else None.
+        weight: clients' shares in the objective ``[n, 1]``.
+        sizes: clients' numbers of training samples ``[n, 1]``.
+        round: number of rounds that were run.
         seed: seed of the run.
     """
 
@@ -47,7 +47,7 @@ class ServerSide(NamedTuple):
 
 
 MAX_ROUNDS = 10_000_000
-"""Largest number of client steps for a new client."""
+"""Maximum number of client steps that a new client may take."""
 
 
 def has_personal(algorithm: Algorithm) -> bool:
@@ -56,23 +56,23 @@ def has_personal(algorithm: Algorithm) -> bool:
 
 
 def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
-    """Train the personal model ``[d]`` of a new client. Return the model and its local problem.
+    """Train the personal model ``[d]`` of a new client. Return the model and the client's local problem.
 
-    The client joins the n other clients with an average share. Its state is the method's template at the global model
-    (or at the initial model if there is no global model). It runs the method's client step in ``rounds`` rounds. For
-    each round, the server creates a download without changing its state. The method's `personal` function then returns
-    the model.
+    The client joins the run's n clients with a share equal to their mean share. Its state is the method's initial
+    client state for the global model, or for the initial model if there is no global model. The client then performs
+    the method's client step in ``rounds`` rounds. For each round, the server computes a download, and the state of the
+    server does not change. At the end, the method's `personal` function returns the model.
 
     Args:
-        side: the run.
-        recipe: recipe of the method's models.
+        side: state of the finished run.
+        recipe: recipe from which the run's models are built.
         fed: federation that contains only the new client.
         rounds: number of client steps, at least 1.
 
     Raises:
-        ConfigError: the method does not provide personal models, rounds is out of range, or the step size has decreased
-            to 0.
-        ClientError: the method's code failed, or the model is not finite.
+        ConfigError: the method does not provide personal models, ``rounds`` is out of range, or the schedule has
+            reduced the step size to 0.
+        ClientError: the method's code raised an error, or the resulting model is not finite.
     """
     algorithm, t, n = side.algorithm, side.round, len(side.weight)
     if not has_personal(algorithm):
@@ -118,12 +118,12 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
 
 
 def _one(template: Any) -> Any:
-    """Return a client's state as the rows of a single client."""
+    """Return the state of one client as rows with the leading dimension 1."""
     return type(template)(*[t[None] for t in template])
 
 
 def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
-    """Return the download for the new client, which is the last of all clients if the server mixes its stored rows."""
+    """Return the download for the new client, which comes after all other clients if the method mixes stored rows."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
     wide = [pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)]  # of n + 1

@@ -1,4 +1,4 @@
-"""Export: writes a model to a file for programs that do not use fedloom."""
+"""Export of models to files for programs that do not use fedloom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
 MISSING_CODE = -1
-"""Code used in a graph for a missing or unknown text."""
+"""Code that stands for a missing or unknown text in a graph."""
 
 
 def export_model(
@@ -44,41 +44,42 @@ def export_model(
     threshold: float | None = None,
     force: bool = False,
 ) -> dict[str, int]:
-    """Write a model: a state dict of the plain `nn.Module`, or a graph that accepts raw rows.
+    """Write a model to a file, as the state dict of a plain `nn.Module` or as a graph that accepts raw rows.
 
-    ``safetensors`` contains the state dict, with adapters merged into their layers, and its metadata describe the
-    module's input (``facts``). ``onnx`` and ``torch`` also contain imputation, scaling and levels, and return
-    ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
+    A ``safetensors`` file contains the state dict, with adapters merged into their layers. Its metadata describe the
+    input of the module (``facts``). ``onnx`` and ``torch`` files also contain imputation, scaling and levels. The
+    graphs in these files return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
-    - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, with NaN or one of the training data's markers
-      for missing cells, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists the column names for
-      both
-      inputs, in order. A missing
-      or unknown text is imputed as in training. The graph also returns ``class`` ``[batch]``, by name.
-    - For a table, ``torch`` accepts both as ``samples`` ``[batch, p]`` float64, with texts as codes. `load` does that.
-    - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per
-      position they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
-    - For other data, both formats accept ``samples`` ``[batch, *shape]`` of a single type, because a graph cannot
-      choose by type: uint8, which is divided by 255, for a model trained on bytes, else float32, which is used
-      unchanged.
+    - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, in which missing cells are NaN or one of the
+      markers in the training data, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists the names
+      of the columns in both inputs, in order. A missing or unknown text is imputed as in training. The graph also
+      returns ``class`` ``[batch]``, which contains the names of the predicted classes.
+    - For a table, ``torch`` accepts numbers and texts together as ``samples`` ``[batch, p]`` float64, with texts as
+    codes. `load` converts rows to this form. - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in
+    which tokens are padded with 0. With a
+      label per position, they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
+    - For other data, both formats accept ``samples`` ``[batch, *shape]`` of a single dtype, because a graph cannot
+      choose by dtype. If the model was trained on bytes, this is uint8, which is divided by 255. Otherwise it is
+      float32, which is used unchanged.
 
     Args:
         model: model to write.
-        path: the file. A file that fedloom has written is replaced.
+        path: the file. If fedloom wrote the file, it is replaced.
         format: one of `EXPORT_FORMATS`.
-        factorised: True to replace each low-rank layer by two thin layers if they contain fewer numbers (FedSLR).
+        factorised: True to replace each low-rank layer by two thin layers if these contain fewer numbers (FedSLR).
         threshold: for ``onnx``, the probability of the second of two classes from which on ``class`` is the second
-            class. None: 1/2.
-        force: True to replace a file of a different kind too.
+            class. If None, it is 1/2.
+        force: True to replace a file even if it is of a different kind.
 
     Returns:
-        The ranks of the replaced layers, by layer name. `fedloom.models.thin` builds a module with these layers.
+        Ranks of the layers that were replaced by thin layers, keyed by the name of the layer. `fedloom.models.thin`
+        builds a module with such layers.
 
     Raises:
         ConfigError: the format is unknown, the packages of the extra ``export`` are missing, the module cannot be
             converted to a graph, the scaling of a table is unknown, the threshold has no effect, or the path must not
             be written to.
-        CheckpointError: the disk is full or rejects the write.
+        CheckpointError: the disk is full or the write is rejected.
     """
     if format not in EXPORT_FORMATS:
         raise unknown("format", format, EXPORT_FORMATS)
@@ -105,7 +106,7 @@ def export_model(
 
 
 def decision(model: Model, format: str, threshold: float | None) -> str:
-    """Return a sentence on how an exported graph determines the class, or "" if it does not return a class."""
+    """Return a sentence on how an exported graph chooses the class, or "" if the graph does not return a class."""
     facts = model.recipe.facts
     if facts.task != "binary" or format == "safetensors":
         return ""
@@ -114,12 +115,12 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
 
 
 def units(model: Model, factors: Factors | None) -> str:
-    """Return a sentence on the columns to convert before they are passed to a file, or "" if there are no such columns.
+    """Return a sentence on columns that must be converted before they are passed to a file, or "" if none.
 
     Args:
         model: the exported model.
-        factors: factors of the training data (see `fedloom.data.sources.tabular.TableSource`). None: the factors that
-            are stored with the model.
+        factors: conversion factors of the training data (see `fedloom.data.sources.tabular.TableSource`). If None, the
+            factors stored with the model are used.
     """
     table, client = model.recipe.facts.table, str(model.about.get("client", ""))
     columns, parts = set[str]() if table is None else {column.name for column in table.columns}, list[str]()
@@ -134,14 +135,16 @@ def units(model: Model, factors: Factors | None) -> str:
 
 
 class Program:
-    """Model exported for torch: it does not need its architecture's code, and no code in the file is run.
+    """Model that was exported for torch.
+
+    This model does not need the code of its architecture, and no code in the file is run.
 
     Attributes:
         facts: facts about the model's input data.
         module: module that maps raw samples to probabilities or values (see `fedloom.trained.raw.RawModel`).
 
     Raises:
-        LayoutError: the file is not a model that was exported for torch.
+        LayoutError: the file does not contain a model that was exported for torch.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -159,7 +162,8 @@ class Program:
         """Return probabilities ``[N, C]`` or values ``[N, k]`` (see `fedloom.data.new_rows.new_rows` for the rows).
 
         Raises:
-            DataError: the model does not accept the rows, for instance floats although its graph accepts only bytes.
+            DataError: the model does not accept these rows, for instance because they are floats and its graph accepts
+                only bytes.
         """
         x = new_rows(self.facts, rows).x
         if self.facts.pixels and x.dtype != torch.uint8:
@@ -172,7 +176,7 @@ class Program:
         return outputs
 
     def predict(self, rows: object) -> NDArray[Any]:
-        """Return names of classes ``[N]``, or values."""
+        """Return the names of the predicted classes ``[N]``, or the predicted values."""
         return labels_of(self.facts, self.scores(rows))
 
 
@@ -180,13 +184,13 @@ def load(path: Path | str) -> Program:
     """Load a model that was exported with ``format = "torch"``.
 
     Raises:
-        LayoutError: the file is not a model that was exported for torch.
+        LayoutError: the file does not contain a model that was exported for torch.
     """
     return Program(path)
 
 
 def _example(model: Model) -> Tensor:
-    """Two raw samples."""
+    """Return two raw samples."""
     facts = model.recipe.facts
     if facts.table is not None:
         return torch.zeros(2, len(facts.table.columns), dtype=torch.float64)
@@ -197,7 +201,10 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence the exporters' own output. A failure is reported as one sentence."""
+    """Suppress what the exporters print within the block.
+
+    If an exporter fails, the error is reported in one sentence.
+    """
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)
     try:
@@ -219,7 +226,7 @@ def _dynamic() -> tuple[dict[int, Any]]:
 
 
 def _program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """Export the raw model as a torch program with a free batch dimension."""
+    """Export the raw model as a torch program in which the batch dimension is free."""
     out = io.BytesIO()
     with _quietly():
         program = torch.export.export(raw, (_example(model),), dynamic_shapes=_dynamic())
@@ -228,7 +235,7 @@ def _program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
 
 
 def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
-    """Export the raw model as an ONNX graph with a free batch dimension."""
+    """Export the raw model as an ONNX graph in which the batch dimension is free."""
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch.onnx needs it)
@@ -278,9 +285,9 @@ def _translations() -> dict[Any, Any]:
 
 
 def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
-    """Replace a graph's input ``samples`` by ``numbers`` and ``texts``.
+    """Replace the input ``samples`` of a graph by the two inputs ``numbers`` and ``texts``.
 
-    Return the names of the columns in each of these two inputs.
+    Return the names of the columns that belong to each of these inputs.
     """
     node, numbers = onnx.helper.make_node, [k for k, c in enumerate(table.columns) if not c.names]
     texts = [k for k, c in enumerate(table.columns) if c.names]
@@ -328,7 +335,7 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
 
 
 def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec, threshold: str | None) -> None:
-    """Add the output ``class``: the most probable class, or for two classes the class that a threshold determines."""
+    """Add the output ``class``: the most probable class or, for two classes, the class chosen by a threshold."""
     text, node, tensor = [name.encode() for name in facts.classes], onnx.helper.make_node, onnx.helper.make_tensor
     graph.initializer.append(tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
     if threshold is None:

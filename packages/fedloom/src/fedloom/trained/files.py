@@ -1,4 +1,4 @@
-"""Check whether a model may be written to a path."""
+"""Rules on the files to which a model may be written."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from fedloom.rundir import ADAPTED_FOLDER
 from fedloom.storage.checkpoint import has_digest
 
 FACTS_FILE = "facts.json"
-"""Name of the entry in a torch program that contains the facts about the model's data."""
+"""Name of the entry in a torch program that holds the facts about the model's data."""
 FORMAT_KINDS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
-"""Kind of file for each format name."""
+"""Kind of file that belongs to each format name."""
 IN_ONNX = b"\x0a\x05facts\x12"
-"""Entry ``facts`` in the metadata of an ONNX model, as Protocol Buffers encode it."""
+"""Entry ``facts`` in the metadata of an ONNX model, in the encoding of Protocol Buffers."""
 
 
 def check_model_file(
     path: Path | str, format: str = "safetensors", inputs: Iterable[object] = (), *, force: bool = False
 ) -> Path:
-    """Raise if a model must not be written to a file. Adapted models may be written to ``RUN/adapted``.
+    """Raise if a model must not be written to a file.
+
+    Models that were adapted to a client may be written to ``RUN/adapted``.
 
     Args:
         path: the file.
-        format: one of `fedloom.trained.export.FORMATS`. That module rejects other names.
-        inputs: files that the same call reads.
-        force: True to allow replacing a file of a different kind.
+        format: one of `fedloom.trained.export.EXPORT_FORMATS`. Other names are rejected by that module.
+        inputs: files that the same call reads, which must not be overwritten.
+        force: True to allow a file of a different kind to be replaced.
 
     Raises:
         ConfigError: see `fedloom.outputs.check_output_file`.
@@ -39,7 +41,7 @@ def check_model_file(
 
 
 def is_model_file(path: Path) -> bool:
-    """Return True if fedloom wrote a file as a model: as safetensors, as a torch program, or as an ONNX graph."""
+    """Return True if fedloom wrote a file as a model, in safetensors, torch or ONNX format."""
     if has_digest(path):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Model: one trained model, independent of the data and the run from which it comes."""
+"""A single trained model, which does not depend on the data and the run that it comes from."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from fedloom.trained.raw import RawModel, labels_of
 
 TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
 BASE_PREFIX = "base."
-"""Name prefix for the tensors of a model's state before training, in a file that contains one model."""
+"""Prefix for the names of the tensors that hold a model's state before training, in a file with one model."""
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """Architecture of a run's models, and the facts about their data.
+    """Architecture of a run's models, together with facts about the data.
 
     Attributes:
         spec: the architecture.
         facts: facts about the data on which the run was trained.
-        seed: seed of the initial values.
-        dtype: dtype of parameters and samples.
-        objective: training objective and metrics, beyond the defaults for the kind of target.
-        base: saved state dict before training, if rows do not contain the whole model or training started from a weight
-            file (see `start`).
+        seed: seed from which the initial values are drawn.
+        dtype: dtype of the parameters and samples.
+        objective: training objective and metrics that differ from the defaults for the kind of target.
+        base: saved state dict before training. This state dict is set if rows do not contain the whole model, or if
+            training started from a weight file (see `start`).
     """
 
     spec: ModelSpec
@@ -62,7 +62,7 @@ class ModelRecipe:
     base: Mapping[str, Tensor] | None = None
 
     def build(self) -> nn.Module:
-        """Build the untrained module in evaluation mode."""
+        """Build the untrained module, in evaluation mode."""
         facts = self.facts
         spec = self.spec if self.base is None else self.spec.with_(init_from=None)
         module = spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
@@ -71,7 +71,7 @@ class ModelRecipe:
         return module
 
     def start(self) -> dict[str, Tensor]:
-        """Tensors saved once next to the rows: the state dict before training if no seed determines it."""
+        """Return the tensors saved once for all rows: the initial state dict, unless the seed determines it."""
         module = self.build()
         own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
         if self.spec.init_from is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
@@ -80,25 +80,28 @@ class ModelRecipe:
 
     @cached_property
     def layout(self) -> Layout:
-        """Shapes of the model's parameters."""
+        """Names and shapes of the model's parameters."""
         return Layout.create(self.build())
 
     def header(self, about: Mapping[str, object]) -> dict[str, str]:
-        """Return the metadata for a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
+        """Return the metadata for a file of models, which are ``layout``, ``facts`` and ``about`` as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """One model.
+    """A single trained model.
 
     Attributes:
-        recipe: how the model is built.
-        row: ``[d]`` parameters.
-        statistics: means and variances of the model's batch normalization ``[b]``. Empty without any.
-        fitted: preparation of a table's columns at the model's client ``[p, .]``. None if it is unknown.
-        about: method, algorithm, seed, kind, client and round, as far as known.
-        calibration: slope and intercept that recalibrate the model's logits ``[2]``. None: the logits stay unchanged.
+        recipe: recipe from which the model is built.
+        row: parameters of the model ``[d]``.
+        statistics: means and variances ``[b]`` of the model's batch normalization. Empty for a model without batch
+            normalization.
+        fitted: values for preparing a table's columns, as fitted at the model's client ``[p, .]``. None if these values
+            are unknown.
+        about: method, algorithm, seed, kind, client and round, as far as they are known.
+        calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, the logits stay
+            unchanged.
     """
 
     recipe: ModelRecipe
@@ -113,7 +116,10 @@ class Model:
         return f"Model({of or 'unknown run'}: {type(self.recipe.spec).__name__}, {len(self.row):,} parameters)"
 
     def module(self) -> nn.Module:
-        """Return a plain `nn.Module` in evaluation mode. Its samples are scaled as `InputSpec` describes."""
+        """Return the model as a plain `nn.Module` in evaluation mode.
+
+        This module expects samples that are scaled as `InputSpec` describes.
+        """
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
         load_statistics(module, self.statistics)
@@ -121,7 +127,7 @@ class Model:
 
     @default_to_cpu()
     def raw(self, module: nn.Module | None = None) -> RawModel:
-        """Return the module, or a given other module, with its input and output steps (see `RawModel`).
+        """Return the model's module, or another module, with its input and output steps (see `RawModel`).
 
         Raises:
             ConfigError: the scaling of the table's columns is unknown.
@@ -136,31 +142,32 @@ class Model:
         ).eval()
 
     def predict(self, rows: object) -> NDArray[Any]:
-        """Return names of classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets).
+        """Return names of predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
 
-        With a label per position, the shape is ``[N, L]``, including padding.
+        With a label per position, the shape is ``[N, L]``, and positions of padding are included.
 
         Args:
-            rows: rows without labels, as for `fedloom.data.new_rows.new_rows`. Columns are multiplied by the factors in
-                the ``[data]`` table of the training. Factors by client need the column that names each row's client.
+            rows: rows without labels, in any form that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied
+                by the factors that the ``[data]`` table of the training contains. Factors that differ between clients
+                need a column that names the client of each row.
 
         Raises:
-            DataError: columns, shape or values differ from the training data, or there are factors by client but no
-                client column.
+            DataError: columns, shape or values differ from those of the training data, or factors differ between
+                clients and there is no client column.
             ConfigError: the scaling of the table's columns is unknown.
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
-        """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``.
+        """Return probabilities ``[N, C]``, with the classes in the order of ``recipe.facts.classes``.
 
-        The arguments and errors are the same as for `predict`.
+        Arguments and errors are those of `predict`.
 
-        With a label per position, the shape is ``[N, L, C]``. For a multilabel task, the result contains the
-        probability of each label.
+        With a label per position, the shape is ``[N, L, C]``. For a multilabel task, these are the probabilities of the
+        labels.
 
         Raises:
-            ConfigError: the task has no classes, or `predict` raises.
+            ConfigError: the task has no classes, or `predict` would raise this error.
         """
         facts = self.recipe.facts
         if not facts.classes:
@@ -168,7 +175,7 @@ class Model:
         return self.scores(self._raw_rows(rows))
 
     def _raw_rows(self, rows: object) -> Tensor:
-        """Return rows without labels as raw samples, in the units of the training data."""
+        """Return rows without labels as raw samples in the units of the training data."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
@@ -181,14 +188,14 @@ class Model:
     @default_to_cpu()
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Return outputs ``[N, k]`` (``[N, L, k]`` with a label per position) for raw samples (see `RawModel`)."""
+        """Return outputs ``[N, k]`` for raw samples (``[N, L, k]`` with a label per position, see `RawModel`)."""
         raw = self.raw()
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
 
     @default_to_cpu()
     def scores(self, x: Tensor) -> NDArray[np.float64]:
-        """Return probabilities ``[N, C]`` or values ``[N, k]`` for raw samples."""
+        """Return probabilities ``[N, C]`` or predicted values ``[N, k]`` for raw samples."""
         decisions: NDArray[np.float64] = self.raw().convert_outputs(self.outputs(x)).numpy()
         return decisions
 
@@ -197,11 +204,11 @@ class Model:
         """Compute the task's metrics for the model's predictions on all samples of new data.
 
         Args:
-            data: data with the columns and classes of the training data. Some classes may be missing. It is a data set,
-                or an argument of `Dataset.create` such as arrays ``(x, y)``.
+            data: labeled data with the same columns and classes as the training data. Some of the classes may be
+                missing. The data may be a data set or an argument of `Dataset.create`, such as arrays ``(x, y)``.
 
         Raises:
-            DataError: columns, classes or shape differ from the training data.
+            DataError: columns, classes or shape differ from those of the training data.
             ConfigError: the scaling of the table's columns is unknown.
         """
         facts = self.recipe.facts
@@ -210,10 +217,10 @@ class Model:
 
     @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
-        """Scale the columns by all rows of a table, as a client that trains on these rows would do.
+        """Return the model with columns scaled by all rows of a table, as a client with these rows would do.
 
         Raises:
-            DataError: other columns.
+            DataError: the table has different columns.
         """
         table = self.recipe.facts.table
         if table is None:
@@ -223,17 +230,17 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns ``[N, p]`` far from the training data (see `Table.strange`)."""
+        """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`)."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
     def find_far(self, x: Tensor) -> list[str]:
-        """Return columns ``[N, p]`` far outside the training data (see `Table.find_far`)."""
+        """Return the columns ``[N, p]`` whose values are far outside the training data (see `Table.find_far`)."""
         table = self.recipe.facts.table
         return [] if table is None or self.fitted is None else table.find_far(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
-        """Compute the metrics on a part of one client, or return {} without samples."""
+        """Compute the metrics on one part of a client's samples. Return {} if the part has no samples."""
         outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
@@ -242,26 +249,26 @@ class Model:
         return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
-        """Return slope and intercept ``[2]`` for the model's outputs on a part of one client (see `Objective.line`)."""
+        """Return the slope and intercept ``[2]`` for the model's outputs on a client's part (see `Objective.line`)."""
         return self.recipe.objective.line(*self._part_outputs(fed, part, client), 1)[0]
 
     def _part_outputs(self, fed: Federation, part: str, client: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs before recalibration, the targets and the owners for the samples of a part."""
+        """Return the outputs before recalibration, the targets and the clients, for all samples of a part."""
         fed = fed.to(dtype=self.recipe.dtype)
         index = fed.indices(part, client)
         outputs = module_outputs(self.module(), fed, index) if len(index) else self.row.new_zeros(0, 1)
         return outputs, fed.targets(index), torch.zeros(len(index), dtype=torch.long)
 
     def save(self, path: Path | str, *, force: bool = False) -> Path:
-        """Write a safetensors file with ``rows [d]`` and the layout in its header (see `load`).
+        """Write a safetensors file that contains ``rows [d]`` and has the layout in its header (see `load`).
 
         Args:
-            path: the file. A file that fedloom has written is replaced.
-            force: True to replace a file of a different kind too.
+            path: the file. If fedloom wrote the file, it is replaced.
+            force: True to replace a file even if it is of a different kind.
 
         Raises:
             ConfigError: the path must not be written to (see `fedloom.outputs.check_output_file`).
-            CheckpointError: the disk is full or rejects the write.
+            CheckpointError: the disk is full or the write is rejected.
         """
         path = check_model_file(path, force=force)
         make_folder(path.parent)
@@ -274,16 +281,16 @@ class Model:
 
     @classmethod
     def load(cls, path: Path | str, spec: ModelSpec | OwnModel | str, objective: Objective = Objective()) -> Model:  # noqa: B008  # frozen
-        """Load a model that `save` wrote.
+        """Load a model from a file that `save` wrote.
 
         Args:
             path: the file.
-            spec: architecture, which a model file cannot choose, or the name of the architecture, or a user's own
-                model.
-            objective: objective that determines the metrics.
+            spec: the architecture, because a model file cannot choose it. The architecture is given as a value, by its
+                name, or as the user's own model.
+            objective: objective from which the metrics follow.
 
         Raises:
-            LayoutError: the file is not a model, or contains a different architecture.
+            LayoutError: the file does not contain a model, or contains a different architecture.
             ConfigError: the architecture is invalid.
         """
         if not isinstance(spec, ModelSpec):
@@ -314,7 +321,7 @@ class Model:
 
 
 def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
-    """Compute the task's metrics from outputs ``[N, k]`` or ``[N, L, k]`` for all targets of new data together."""
+    """Compute the task's metrics from the outputs ``[N, k]`` or ``[N, L, k]`` for all targets of new data."""
     inputs = recipe.facts.take(data)
     y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)
     owner = torch.zeros(len(inputs), dtype=torch.long)
@@ -324,7 +331,7 @@ def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[s
 
 @torch.no_grad()
 def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Return a module's outputs ``[b, k]`` for samples of a federation.
+    """Return the outputs ``[b, k]`` of a module for samples of a federation.
 
     With a label per position, the shape is ``[b L, k]``.
     """
@@ -333,13 +340,16 @@ def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return the batch normalization buffers used in evaluation, in the order of the modules."""
+    """Return the batch normalization buffers that are used in evaluation, in the order of the modules."""
     normalisers: Any = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS)]
     return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
 
 
 def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
-    """Set a module's running statistics from a single vector, if the module has any."""
+    """Set the running statistics of a module from a single vector.
+
+    A module without running statistics stays unchanged.
+    """
     places = running_statistics(module)
     values = () if statistics is None or not places else statistics.split([place.numel() for place in places])
     for place, value in zip(places, values, strict=True):
@@ -347,10 +357,10 @@ def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
 
 
 def open_tensors(path: Path, *, check: bool = True) -> Any:
-    """Open a safetensors file.
+    """Open a safetensors file for reading.
 
     Raises:
-        LayoutError: the file does not exist, or is damaged.
+        LayoutError: the file does not exist or is damaged.
     """
     try:
         file = safe_open(regular(path), "pt")
@@ -364,7 +374,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
 
 
 def file_layout(path: Path | str) -> Layout:
-    """Read the layout in a file's header.
+    """Read the layout that the header of a file contains.
 
     Raises:
         LayoutError: the header does not contain a layout.
@@ -374,7 +384,7 @@ def file_layout(path: Path | str) -> Layout:
 
 
 def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
-    """Read the facts about data and models in a file's header.
+    """Read the facts about the data and the models from the header of a file.
 
     Raises:
         LayoutError: the header does not contain readable facts.
@@ -387,7 +397,7 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
 
 
 def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
-    """Raise if models have a different architecture.
+    """Raise if models in a file do not have the expected architecture.
 
     Raises:
         LayoutError: the layouts differ. The message states the first difference.

@@ -1,4 +1,4 @@
-"""Source of a run's models: a run in memory, or the files of its directory."""
+"""Source of a run's models, which may be a run in memory or the files in its directory."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe
 
 MODEL_CHOICES = ("global", "personal", "hybrid")
-"""Kinds of models that a method may provide. For each client, the hybrid model is the better of the other two
-models."""
+"""Kinds of models that a method may provide. The hybrid model of a client is the better one of its personal model and
+the global model."""
 
 
 class ModelSource(Protocol):
-    """Source of a run's models."""
+    """Interface through which the models of a run are read."""
 
     @property
     def recipe(self) -> ModelRecipe:
-        """Recipe of the models."""
+        """Recipe from which the models are built."""
         ...
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the n clients."""
+        """Names of all n clients."""
         ...
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Method, algorithm, seed and rounds."""
+        """Facts about the run: method, algorithm, seed and number of rounds."""
         ...
 
     @property
     def fitted(self) -> Tensor | None:
-        """Fit of a table's columns at each client ``[n, p, .]``, or None without a table."""
+        """Values fitted at each client to prepare a table's columns ``[n, p, .]``, or None for other data."""
         ...
 
     def kinds(self) -> list[str]:
-        """Kinds of models that the run provides: "global", "personal" and "hybrid"."""
+        """Return the kinds of models that the run provides, out of "global", "personal" and "hybrid"."""
         ...
 
     def shared(self) -> tuple[Tensor, Tensor]:
@@ -47,20 +47,21 @@ class ModelSource(Protocol):
         ...
 
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Personal models ``[m, d]`` and their running statistics ``[m, b]``."""
+        """Return personal models ``[m, d]`` and their running statistics ``[m, b]``."""
         ...
 
     def calibration(self, kind: str) -> Tensor | None:
-        """Slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at each client.
+        """Return the slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at each client.
 
-        None: the run did not recalibrate its models. NaN if a client's validation part contains only one class.
+        The result is None if the run did not recalibrate its models, and it contains NaN for clients whose validation
+        part has only one class.
         """
         ...
 
     def takes_global(self) -> Tensor:
-        """Mask of the clients whose hybrid model is the global model, bool ``[n]``."""
+        """Return a bool mask ``[n]`` of the clients for which the hybrid model is the global model."""
         ...
 
     def server(self) -> ServerSide:
-        """Return the data that new clients need."""
+        """Return the state that is needed to train models for new clients."""
         ...

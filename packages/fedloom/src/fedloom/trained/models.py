@@ -1,4 +1,4 @@
-"""Models of a run that has just ended or was read from its directory: rows, modules, scores, new clients."""
+"""Models of a run that has just ended or was read from its directory, for predictions, export and new clients."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fedloom.trained.saved import files, write_models
 from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
-"""Largest number of clients that a message lists."""
+"""Maximum number of clients that a message lists."""
 MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
-"""Order of preference among a client's models: the first model that the method provides is used."""
+"""Order in which a client's models are preferred. The first model that the method provides is used."""
 
 
 class Models:
-    """Models of a run.
+    """All models of a run.
 
-    ``models["global"]`` is a module, and ``models.personal[i]`` is the module of client i, by number or name.
+    ``models["global"]`` is a module, and ``models.personal[i]`` is the module of the client with number or name i.
     """
 
     def __init__(self, source: ModelSource) -> None:
@@ -52,49 +52,52 @@ class Models:
 
     @property
     def recipe(self) -> ModelRecipe:
-        """Recipe of the models, and the facts about their data."""
+        """Recipe from which the models are built, with the facts about their data."""
         return self._source.recipe
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the clients."""
+        """Names of all clients."""
         return self._source.names
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """Method, algorithm, seed and rounds."""
+        """Facts about the run: method, algorithm, seed and number of rounds."""
         return self._source.about
 
     @property
     def fitted(self) -> Tensor | None:
-        """Preparation of a table's columns at each client ``[n, p, .]``. None if it is unknown."""
+        """Values for preparing a table's columns, as fitted at each client ``[n, p, .]``.
+
+        None if these values are unknown.
+        """
         return self._source.fitted
 
     def kinds(self) -> list[str]:
-        """Kinds of models that the run provides: "global", "personal" and "hybrid"."""
+        """Return the kinds of models that the run provides, out of "global", "personal" and "hybrid"."""
         return self._source.kinds()
 
     @default_to_cpu()
     def rows(self, kind: str, clients: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Return the models ``[m, d]`` of clients (None: all), or the global model ``[d]``, on the CPU.
+        """Return the models ``[m, d]`` of some clients (None for all clients), or the global model ``[d]``, on the CPU.
 
         Raises:
-            ConfigError: the method does not provide this model, or the client does not exist.
+            ConfigError: the method does not provide this kind of model, or the client does not exist.
         """
         ids = None if clients is None else torch.tensor([self._place(int(i)) for i in clients], dtype=torch.int64)
         return self._read_rows_and_statistics(kind, ids)[0]
 
     @default_to_cpu()
     def model(self, kind: str, client: int | str | None = None) -> Model:
-        """Return one model, to evaluate, save or export it.
+        """Return a single model, which can be evaluated, saved or exported.
 
         Args:
             kind: "global", "personal" or "hybrid".
-            client: client's number or name. For a global model, the client only determines how a table's columns are
+            client: number or name of the client. For the global model, it only determines how a table's columns are
                 scaled.
 
         Raises:
-            ConfigError: the method does not provide this model, or the client does not exist.
+            ConfigError: the method does not provide this kind of model, or the client does not exist.
         """
         self._check(kind)
         if client is None and kind != "global":
@@ -108,7 +111,10 @@ class Models:
         return Model(self.recipe, row, statistics, calibration, about, self._line(kind, place))
 
     def _line(self, kind: str, place: int | None) -> Tensor | None:
-        """Return a model's recalibration ``[2]`` at a client, or without a client the clients' medians."""
+        """Return the recalibration ``[2]`` of a model at a client.
+
+        Without a client, return the medians over all clients.
+        """
         if kind == "hybrid" and place is not None:
             kind = "global" if bool(self._source.takes_global()[place]) else "personal"
         lines = self._source.calibration(kind)
@@ -117,14 +123,17 @@ class Models:
         return lines.nanquantile(0.5, dim=0) if place is None else lines[place]
 
     def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
-        """Return one model for raw rows. A table is scaled as at its client, or with the clients' joint scaling.
+        """Return a single model that is ready for raw rows.
+
+        The columns of a table are scaled as at the given client, or jointly for all clients if no client is given.
 
         Args:
-            kind: "global", "personal" or "hybrid". None: a client's best model, or without a client the global model.
-            client: client's number or name.
+            kind: "global", "personal" or "hybrid". If None, the best model of the client is used, or the global model
+                if no client is given.
+            client: number or name of the client.
 
         Raises:
-            ConfigError: the method does not provide this model, or the client does not exist.
+            ConfigError: the method does not provide this kind of model, or the client does not exist.
         """
         if kind is None:
             kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
@@ -137,30 +146,31 @@ class Models:
         return replace(model, fitted=table.typical(fitted))
 
     def kinds_for(self, sites: Sequence[str] | None, client: object = None) -> list[str]:
-        """Return the kinds of models that can predict rows: all for clients of the run, else only the global model.
+        """Return the kinds of models that can predict some rows: all kinds for clients of the run, else only "global".
 
         Args:
-            sites: owner of each row. None: not known.
-            client: client whose model predicts all rows. None: the client of each row.
+            sites: client that each row belongs to, or None if it is unknown.
+            client: client whose model makes all predictions. If None, each row is predicted by the model of its own
+                client.
         """
         has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
         return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
     @default_to_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
-        """Return one model's predictions for rows without labels.
+        """Return the predictions of a single model for rows without labels.
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
-            client: whose model. None: the global model.
-            kind: see `ready`.
+            client: client whose model makes the predictions. If None, the global model is used.
+            kind: kind of model, as in `ready`.
 
         Returns:
-            Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets).
+            Names of the predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
 
         Raises:
-            DataError: columns, shape or cells differ from the training data.
-            ConfigError: the model or client does not exist.
+            DataError: columns, shape or cells differ from those of the training data.
+            ConfigError: the model or the client does not exist.
         """
         return self.ready(kind, client).predict(rows)
 
@@ -168,9 +178,9 @@ class Models:
     def predict_proba(
         self, rows: object, client: int | str | None = None, kind: str | None = None
     ) -> NDArray[np.float64]:
-        """Return probabilities ``[N, C]`` in the order of ``recipe.facts.classes``.
+        """Return probabilities ``[N, C]``, with the classes in the order of ``recipe.facts.classes``.
 
-        The arguments and errors are the same as for `predict`.
+        Arguments and errors are those of `predict`.
         """
         return self.ready(kind, client).predict_proba(rows)
 
@@ -185,13 +195,16 @@ class Models:
 
     @property
     def personal(self) -> Modules:
-        """Personal modules by client."""
+        """Personal modules of all clients."""
         self._check("personal")
         return Modules(self, "personal")
 
     @property
     def hybrid(self) -> Modules:
-        """For each client, the better of its personal module and the global module."""
+        """Modules of the hybrid models.
+
+        For each client, this is the better of its personal module and the global module.
+        """
         self._check("hybrid")
         return Modules(self, "hybrid")
 
@@ -206,25 +219,25 @@ class Models:
         lr: float | None = None,
         holdout: float = 0.0,
     ) -> Model:
-        """Train a personal model for a client that participated in no round (see `fedloom.trained.adapt.adapted`).
+        """Train a personal model for a client that was not part of the run (see `fedloom.trained.adapt.adapt_model`).
 
-        With ``[task] calibrate``, its logits are recalibrated with the medians of the clients' recalibrations, because
-        it has no validation part.
+        With ``[task] calibrate``, the logits are recalibrated with the medians over the run's clients, because the new
+        client has no validation part.
 
         Args:
-            data: data of the new client. The labels may cover only some of the known classes.
-            rounds: number of client steps of the method, at least 1.
-            epochs: number of passes over the data per round, instead of the run's number. A method's own epochs
-                (FedSLR's phase II) stay unchanged.
-            steps: number of steps per round, instead of epochs.
-            lr: step size, instead of the run's schedule.
-            holdout: share of the samples that are held out from training, in [0, 1): ``about["scores"]`` contains the
-                metrics on these samples, and the global model's metrics.
+            data: labeled data of the new client. The labels may cover only some of the run's classes.
+            rounds: number of times that the method's client step is performed, at least 1.
+            epochs: number of passes over the data per round, used instead of the run's number. Separate numbers of
+                epochs in a method (FedSLR's phase II) stay unchanged.
+            steps: number of steps per round, used instead of epochs.
+            lr: step size, used instead of the run's schedule.
+            holdout: fraction of the samples that is held out from training, in [0, 1). If this fraction is positive,
+                ``about["scores"]`` contains the metrics of the new model and of the global model on these samples.
 
         Raises:
             ConfigError: the method does not provide personal models, or a value is out of range.
-            DataError: columns, classes or shape differ from the run's data.
-            ClientError: the method's code failed.
+            DataError: columns, classes or shape differ from those of the run's data.
+            ClientError: the method's code raised an error.
         """
         data, side = self.recipe.facts.labelled(data), self._source.server()
         side = side._replace(local=_changed(side.local, epochs, steps, lr))
@@ -246,19 +259,19 @@ class Models:
         return replace(adapted_model, about={**about, **more})
 
     def takes_global(self) -> Tensor:
-        """Mask of the clients whose hybrid model is the global model, bool ``[n]``."""
+        """Return a bool mask ``[n]`` of the clients for which the hybrid model is the global model."""
         self._check("hybrid")
         return self._source.takes_global()
 
     def save(self, folder: Path | str) -> list[Path]:
-        """Write each model as ``<kind>.safetensors``, and the state for new clients as ``server.safetensors``.
+        """Write every kind of model to ``<kind>.safetensors``, and the state for new clients to ``server.safetensors``.
 
-        The header of each file contains the layout, the facts about the data, and the names of the clients. Models that
-        fedloom has written there are replaced.
+        The header of each file contains the layout, the facts about the data and the names of the clients. Models that
+        fedloom wrote to this folder before are replaced.
 
         Raises:
-            ConfigError: the folder belongs to a run or a deployment, or contains other files with these names.
-            CheckpointError: the disk is full or rejects the write.
+            ConfigError: the folder belongs to a run or a deployment, or it contains other files with these names.
+            CheckpointError: the disk is full or the write is rejected.
         """
         folder = check_output_folder(folder)
         for name in self.files():
@@ -266,19 +279,19 @@ class Models:
         return self.save_in_run(folder)
 
     def save_in_run(self, folder: Path) -> list[Path]:
-        """Write the files of `save` into the run's own directory, as `fedloom run` does.
+        """Write the same files as `save` to the run's own directory, as `fedloom run` does.
 
         Returns:
-            The written files.
+            Paths of the files that were written.
         """
         return write_models(self._source, folder)
 
     def files(self) -> list[str]:
-        """Names of the files that `save` writes."""
+        """Return the names of the files that `save` writes."""
         return files(self._source)
 
     def _read_rows_and_statistics(self, kind: str, clients: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return rows and running statistics."""
+        """Return parameters and running statistics."""
         self._check(kind)
         source = self._source
         if kind == "global":
@@ -297,7 +310,7 @@ class Models:
             raise ConfigError(f"{name} has no {kind!r} model. Its models: {', '.join(self.kinds()) or 'none'}")
 
     def _place(self, client: int | str) -> int:
-        """Return the number of a client that is given by number or name."""
+        """Return the number of a client that is given by its number or its name."""
         names = self.names
         if isinstance(client, str) and client in names:
             return list(names).index(client)
@@ -315,7 +328,7 @@ class Models:
 
 
 class Modules:
-    """Modules of one kind by client, each created on first use."""
+    """Modules of one kind for all clients. Each module is built when it is first used."""
 
     def __init__(self, models: Models, kind: str) -> None:
         self._models, self._kind = models, kind
@@ -333,7 +346,7 @@ class Modules:
 
 
 def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
-    """Return the settings with a different round length, or with a constant step size for all rounds."""
+    """Return the settings with different epochs or steps per round, or with a constant step size."""
     if epochs is not None and steps is not None:
         raise ConfigError("set epochs or steps, but not both")
     fields = {name: getattr(local, name) for name in local.model_fields_set}

@@ -1,4 +1,7 @@
-"""Open a model file as a module. The file was saved by a run, by a deployment or by a node of a Flower app."""
+"""Opening of a model file as a module.
+
+The file may have been saved by a run, a deployment or a node of a Flower app.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,17 @@ from fedloom.trained.model import BASE_PREFIX, Model, check_layout, file_layout,
 
 
 def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
-    """Open a model file as a plain module in evaluation mode.
+    """Open a model file and return a plain module in evaluation mode.
 
     Args:
-        path: file written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy models``, or by a
-            model's method ``save``.
-        model: architecture, which a model file cannot choose: a module, of which a copy is filled, or for a model of a
-            run also a value such as ``fl.models.MLP(hidden=[64])``.
+        path: file that was written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy
+            models``, or by a model's method ``save``.
+        model: the architecture, because a model file cannot choose it. The architecture is given as a module, and the
+            parameters are loaded into a copy of this module. For a model of a run, the architecture may also be a value
+            such as ``fl.models.MLP(hidden=[64])``.
 
     Raises:
-        LayoutError: the file is not a single model, or contains a different architecture.
+        LayoutError: the file does not contain a single model, or contains a different architecture.
     """
     path = place_of(path, "path")
     if path.is_dir():

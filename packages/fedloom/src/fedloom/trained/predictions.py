@@ -1,4 +1,4 @@
-"""Predictions for rows without labels. Each row is predicted by the model of its client, if the client is known."""
+"""Predictions for rows without labels. Each row is predicted by the model of its client if the client is known."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on ave
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """Predictions of models for N rows.
+    """Predictions for N rows.
 
     Attributes:
-        facts: facts about the models' training data.
-        scores: class probabilities ``[N, C]`` (``[N, L, C]`` with a label per position), or values of a regression
-            ``[N, k]``, float64.
-        models: for each row, the model that predicts it: a client's name, or ``"global"``.
-        notes: sentences about imputed values and the choice of models.
-        not_padding: mask of the positions that are not padding ``[N, L]``, if each position has a prediction.
-        files: file of each row, if each row comes from a separate file.
-        kept: columns that are passed through unchanged.
-        threshold: probability from which on the second class of a binary task is predicted. None: 1/2.
-        far: columns whose median is far outside the training data, for example because the unit differs.
-        set_threshold: threshold from a conformal analysis, for sets of classes or intervals of numbers. None: neither.
+        facts: facts about the training data of the models.
+        scores: float64 class probabilities ``[N, C]`` (``[N, L, C]`` with a label per position), or predicted values
+            ``[N, k]`` of a regression.
+        models: for each row, the name of the client whose model predicts it, or ``"global"``.
+        notes: sentences about imputed values and about the choice of models.
+        not_padding: mask ``[N, L]`` of the positions that are not padding, if each position has a prediction.
+        files: for each row, the file it comes from, if rows come from separate files.
+        kept: columns that are copied unchanged from the input.
+        threshold: probability from which on the second class of a binary task is predicted. If None, it is 1/2.
+        far: columns whose median is far outside the training data, for example because they are in a different unit.
+        set_threshold: threshold from a conformal analysis, which gives sets of classes or intervals of numbers. If
+            None, there are no sets or intervals.
     """
 
     facts: InputSpec
@@ -57,7 +58,7 @@ class Predictions:
 
     @property
     def labels(self) -> NDArray[Any]:
-        """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` for several targets)."""
+        """Names of the most probable classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets)."""
         return labels_of(self.facts, self.scores, self.threshold)
 
     @property
@@ -72,7 +73,8 @@ class Predictions:
         """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:
-            ConfigError: `check_threshold` raises, or the predictions are not one class or one number per row.
+            ConfigError: `check_threshold` rejects the threshold, or the predictions are not one class or one number per
+                row.
         """
         check_threshold(self.facts, threshold)
         single = self.facts.classed or (self.facts.task == "regression" and self.scores.shape[1:] == (1,))
@@ -89,12 +91,12 @@ class Predictions:
         return replace(self, threshold=threshold, set_threshold=set_threshold)
 
     def table(self) -> pa.Table:
-        """Return the predictions as a table, one row per sample.
+        """Return the predictions as a table with one row per sample.
 
-        Its columns are ``row`` (from 1), ``file`` for images, kept columns, ``model``, ``prediction [<k>]`` (for
-        several labels ``prediction of <label>``), with a conformal threshold ``set`` (for a number ``prediction from``
-        and ``prediction to``), and ``probability of <c>``. With a label per position, there is one row per position,
-        with ``position`` counted from 1, without padding.
+        The columns are ``row`` (counted from 1), ``file`` for images, the columns copied from the input, ``model``,
+        ``prediction [<k>]`` (``prediction of <label>`` if there are several labels) and ``probability of <c>``. A
+        conformal threshold adds ``set``, or for a number ``prediction from`` and ``prediction to``. With a label per
+        position, there is one row per position that is not padding, and ``position`` is counted from 1.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
@@ -123,12 +125,12 @@ class Predictions:
 
 
 class Assignment(NamedTuple):
-    """Assignment of rows to models.
+    """Assignment of rows to the models that predict them.
 
     Attributes:
-        groups: indices of rows ``[k]`` and the model that predicts them.
+        groups: indices of rows ``[k]``, each with the model that predicts these rows.
         owners: for each row, the client whose model predicts it, or ``"global"``.
-        notes: sentences about the choice.
+        notes: sentences about how the models were chosen.
     """
 
     groups: Sequence[tuple[Tensor, Model]]
@@ -136,12 +138,12 @@ class Assignment(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Compute the models' outputs for raw samples ``[N, ...]``, in the order of the rows."""
+        """Compute the outputs for raw samples ``[N, ...]``, each with its own model, in the order of the rows."""
         parts = [model.outputs(x[places]) for places, model in self.groups]
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a sentence about rows whose model could not be recalibrated."""
+        """Return a sentence about rows whose model could not be recalibrated, or [] if there are none."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -150,33 +152,36 @@ class Assignment(NamedTuple):
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns that are far from the training data of their model."""
+        """Return sentences about columns with values far from the training data of the model that predicts them."""
         return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
 
     def find_far(self, x: Tensor) -> tuple[str, ...]:
-        """Return columns that are far outside the training data of their model."""
+        """Return the columns whose values are far outside the training data of the model that predicts them."""
         return tuple(dict.fromkeys(name for places, model in self.groups for name in model.find_far(x[places])))
 
 
 @default_to_cpu()
 def predict_with_one(model: Model, rows: NewRows) -> Assignment:
-    """Let one model predict all rows."""
+    """Assign all rows to a single model."""
     who = str(model.about.get("client", "global"))
     return Assignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
 
 
 @default_to_cpu()
 def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
-    """Choose which of a run's models predict which rows.
+    """Choose which model of a run predicts which rows.
 
     Args:
         models: models of a run.
-        rows: result of `new_rows`.
-        kind: "global", "personal" or "hybrid". None: a client's best model, or without a client the global model.
-        client: client whose model predicts all rows. None: the client of each row, if a column contains the clients.
+        rows: result of the function `new_rows`.
+        kind: "global", "personal" or "hybrid". If None, the best model of a client is used, or the global model if
+            there is no client.
+        client: client whose model makes all predictions. If None and a column contains the clients, each row is
+            predicted by the model of its client.
 
     Raises:
-        ConfigError: the model or client does not exist, or there is no global model for a site that is not a client.
+        ConfigError: the model or the client does not exist, or a site is not a client of the run and there is no global
+            model.
     """
     facts, names = models.recipe.facts, set(models.names)
     if client is not None or rows.sites is None:
@@ -219,7 +224,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
 
 @default_to_cpu()
 def predicted(rows: NewRows, choice: Assignment) -> Predictions:
-    """Predict rows with the chosen models."""
+    """Predict rows with the models that were chosen for them."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
     present = (rows.x != 0).numpy() if facts.each and facts.vocabulary else None
@@ -230,7 +235,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
 
 
 def meanings(model: Model) -> list[str]:
-    """Return a sentence on what a survival task's predictions mean, or [] for other tasks."""
+    """Return a sentence that explains the predictions of a survival task, or [] for other tasks."""
     if model.recipe.facts.task != "survival":
         return []
     horizon = model.recipe.objective.horizon
@@ -241,15 +246,15 @@ def meanings(model: Model) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Models that are evaluated on new data with labels.
+    """Evaluation of models on new labeled data.
 
     Attributes:
         about: facts about the run.
-        kind: kind of the models.
-        scaling: how a table's columns are scaled: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
-        choice: which model predicts which rows.
-        rows: rows in the form that the models need.
-        data: same samples in the form of their source.
+        kind: kind of model to evaluate.
+        scaling: how the columns of a table are scaled, as `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
+        choice: assignment of rows to models.
+        rows: rows in the form that the models accept.
+        data: the same samples in the form of their source.
     """
 
     about: Mapping[str, Any]
@@ -261,16 +266,16 @@ class Evaluated:
 
     @default_to_cpu()
     def metrics(self) -> dict[str, float]:
-        """Compute the task's metrics from the outputs that `predicted` is based on.
+        """Compute the task's metrics from the same outputs as in `predicted`.
 
         Raises:
-            DataError: the models do not know some of the classes or targets.
+            DataError: the data contain classes or targets that the models do not know.
         """
         recipe = self.choice.groups[0][1].recipe
         return score_outputs(recipe, self.choice.outputs(self.rows.x), self.data)
 
     def row(self) -> dict[str, Any]:
-        """Return method, seed, model, client, scaling, samples and metrics."""
+        """Return a row of a table, with method, seed, model, client, scaling, number of samples, and metrics."""
         owners = dict.fromkeys(self.choice.owners)
         client = "" if owners.keys() == {"global"} else next(iter(owners)) if len(owners) == 1 else "each row's"
         who = {"method": self.about["method"], "seed": self.about["seed"], "model": self.kind, "client": client}
@@ -285,20 +290,21 @@ class Evaluated:
 def evaluated(
     runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
 ) -> Iterator[Evaluated]:
-    """Evaluate the models of runs on new labeled data, each used as in `predicted`.
+    """Evaluate the models of runs on new labeled data. Models are chosen as in `predicted`.
 
-    If a table's model uses the clients' average scaling, a second model is scaled on the new rows themselves, as a
-    client with these rows would do.
+    If a model of a table uses the average scaling over clients, it is evaluated a second time with scaling by the new
+    rows, as a client with these rows would scale them.
 
     Args:
         runs: models of each run.
         data: data in the form of their source.
-        rows: same samples in the form that the models need.
-        client: client whose models predict all rows. None: the client of each row.
-        kind: kind of the models. None: all kinds if each row belongs to a client of the run, else the global model.
+        rows: the same samples in the form that the models accept.
+        client: client whose models make all predictions. If None, each row is predicted by the model of its own client.
+        kind: kind of model to evaluate. If None, all kinds are evaluated if each row belongs to a client of the run,
+            else only the global model.
 
     Raises:
-        ConfigError: the model or client does not exist.
+        ConfigError: the model or the client does not exist.
     """
     kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
     if not any(kinds):

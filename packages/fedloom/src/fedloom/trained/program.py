@@ -1,7 +1,7 @@
-"""Read a torch program from an untrusted file: each part is checked, and nothing is unpickled.
+"""Reading of a torch program from an untrusted file. Each part of the file is checked, and nothing is unpickled.
 
-`torch.export.load` alone is not safe: it falls back to the full unpickler, loads compiled libraries, evaluates size
-expressions and guards as Python code, and calls any torch function that a graph names.
+`torch.export.load` alone is not safe. That function falls back to the full unpickler, loads compiled libraries,
+evaluates size expressions and guards as Python code, and calls any torch function that a graph names.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""References from a graph to its source code. Left out."""
+"""References from a graph to the source code from which it was made. These references are left out."""
 GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
-"""Text in a graph: names, versions and numbers. This text becomes part of generated code."""
+"""Pattern of the text in a graph, which consists of names, versions and numbers. The pattern is strict because this
+text becomes part of generated code."""
 ARITHMETIC_FUNCTIONS = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq",
     "ne", "lt", "le",
               "gt", "ge", "and_", "or_", "not_")  # fmt: skip
@@ -30,19 +31,19 @@ FILE_OPERATIONS = ("from_file", "save")
 SIZE_FUNCTIONS = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
     "CeilDiv",
          "CleanDiv", "IntTrueDiv", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")  # fmt: skip
-"""Functions that a size expression may use."""
+"""Functions that may occur in a size expression."""
 CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 def checked_archive(content: bytes, facts: str) -> bytes:
-    """Rebuild a program's archive from its checked parts.
+    """Check all parts of a program's archive, and build a new archive from them.
 
     Args:
         content: content of a file that `torch.export.save` wrote.
         facts: name of the additional file in the archive.
 
     Raises:
-        ValueError: the content is more than a graph of tensor operations, its tensors and the additional file.
+        ValueError: the archive contains more than a graph of tensor operations, its tensors and the additional file.
     """
     with ZipFile(io.BytesIO(content)) as archive:
         entries = archive.infolist()
@@ -76,7 +77,7 @@ def _saved(value: object) -> bytes:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raise if tensors are pickled, or are stored elsewhere."""
+    """Raise if tensors are pickled, or if they are stored outside the archive."""
     for name, payload in config["config"].items():
         if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
             raise ValueError(f"{name!r} is not a plain tensor")
@@ -84,7 +85,7 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _checked_graph(document: dict[str, Any]) -> dict[str, Any]:
-    """Check that a graph contains only tensor operations, and return it without notes and guards."""
+    """Check that a graph contains only tensor operations, and return it without its source notes and guards."""
     document = {**document, "guards_code": []}
     for node in document["graph_module"]["graph"]["nodes"]:
         node["metadata"] = {key: text for key, text in node["metadata"].items() if key not in SOURCE_NOTES}
@@ -106,7 +107,7 @@ def _check_operation(target: str) -> None:
 
 
 def _check_words(value: object, key: str = "") -> None:
-    """Raise for text that is more than a word, for parts of the graph that are code, and for nested graphs."""
+    """Raise if a text is more than a single word, if parts of the graph are code, or if there are nested graphs."""
     if isinstance(value, dict):
         for name, item in value.items():
             if name in ("as_graph", "as_custom_obj", "as_operator") and item is not None:
@@ -147,7 +148,7 @@ def _check_size(node: ast.AST) -> None:
 
 
 def _check_tree(tree: dict[str, Any]) -> None:
-    """Raise if inputs or outputs are in containers by which a file could select code."""
+    """Raise if inputs or outputs are in containers of a type that would allow the file to select code."""
     if tree["type"] not in CONTAINER_TYPES:
         raise ValueError(f"its inputs or outputs are a {tree['type']!r}")
     for child in tree["children_spec"]:

@@ -15,23 +15,25 @@ from fedloom.tasks.calibration import recalibrated
 
 
 class RawModel(nn.Module):
-    """Module with its input and output steps. Together they are one graph that can be exported.
+    """Trained module together with its input and output steps. All steps form a single graph, which can be exported.
 
-    The module accepts raw columns ``[b, p]`` float64 of a table (codes for levels, NaN for missing cells), or samples
-    ``[b, *shape]``: tokens of sequences as int64, else floats. A model trained on bytes also accepts bytes.
+    For a table, the module accepts raw columns ``[b, p]`` float64, with codes for levels and NaN for missing cells.
+    Otherwise it accepts samples ``[b, *shape]``, which are int64 tokens for sequences and floats for other data. A
+    model that was trained on bytes also accepts bytes.
 
-    It returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position. If a sample has several
-    labels, it returns the probability of each, ``[b, k]``. For numeric targets, it returns values ``[b, k]`` of a
-    regression in the units of its label, or the mean ``[b, 1]`` of a count. For a survival task, it returns the
-    probability ``[b, 1]`` of the event by the horizon, or without a horizon the log of the hazard relative to the
-    baseline.
+    The module returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position. If samples have
+    several labels, it returns the probability of each label, ``[b, k]``. For numeric targets, it returns the predicted
+    values ``[b, k]`` of a regression in the units of the target, or the predicted mean ``[b, 1]`` of a count. For a
+    survival task, it returns the probability ``[b, 1]`` that the event occurs by the horizon. Without a horizon, it
+    returns the log of the hazard relative to the baseline.
 
     Args:
         module: trained module.
         facts: facts about the module's training data.
-        fitted: preparation of a table's columns ``[p, .]`` (see `fedloom.data.tables.Table.fit`).
+        fitted: values for preparing a table's columns ``[p, .]`` (see `fedloom.data.tables.Table.fit`).
         dtype: dtype of the module.
-        calibration: slope and intercept for the module's logits ``[2]``. None: the logits stay unchanged.
+        calibration: slope and intercept ``[2]`` that recalibrate the module's logits. If None, the logits stay
+            unchanged.
     """
 
     def __init__(
@@ -55,16 +57,16 @@ class RawModel(nn.Module):
         self.takes = torch.int64 if facts.vocabulary else dtype
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Probabilities or values."""
+        """Return probabilities or predicted values for raw samples."""
         return self.convert_outputs(self.outputs(samples))
 
     def outputs(self, samples: Tensor) -> Tensor:
-        """Compute outputs of the module: ``[b, k]``, or ``[b, L, k]`` with a label per position."""
+        """Compute the outputs ``[b, k]`` of the module for raw samples (``[b, L, k]`` with a label per position)."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
         return out if self.line is None else recalibrated(out, self.line)
 
     def convert_outputs(self, out: Tensor) -> Tensor:
-        """Return probabilities or values from the module's outputs."""
+        """Convert the outputs of the module to probabilities or values."""
         if self.task == "survival":
             return out.double() if self.line is None else -torch.expm1(-out.double().exp())
         if self.task == "count":
@@ -79,9 +81,9 @@ class RawModel(nn.Module):
 
 
 class Scaling(nn.Module):
-    """Divides bytes by 255 and leaves floats unchanged.
+    """Layer that divides bytes by 255 and leaves floats unchanged.
 
-    The mean is then subtracted, and the result is divided by the standard deviation.
+    The layer then subtracts the mean and divides by the standard deviation.
     """
 
     def __init__(self, facts: InputSpec, dtype: torch.dtype) -> None:
@@ -101,11 +103,11 @@ class Scaling(nn.Module):
         self.register_buffer("shift", (-mean / std).expand(width).reshape(places).to(dtype))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Scale samples ``[b, *shape]`` for the model.
+        """Scale samples ``[b, *shape]`` as the model expects.
 
         Raises:
-            DataError: the samples are bytes but the model was trained on floats, or they are integers but it was
-                trained on bytes.
+            DataError: the samples are bytes but the model was trained on floats, or the samples are other integers but
+                it was trained on bytes.
         """
         scale = self.scale_of_bytes if samples.dtype == torch.uint8 else self.scale
         if scale is None:
@@ -120,15 +122,15 @@ class Scaling(nn.Module):
 
 
 def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
-    """Return the prediction for each row, or for each position ``[N, L]``, from its probabilities or values.
+    """Return predictions for rows ``[N]``, or for positions ``[N, L]``, given probabilities or values.
 
-    If a row has several labels, the result is 1 or 0 for each, ``[N, k]``.
+    If rows have several labels, the prediction of each label is 1 or 0, ``[N, k]``.
 
     Args:
         facts: facts about the data.
-        scores: see `RawModel`.
-        threshold: probability from which on the second of two classes, or a label, is predicted. None: the more
-            probable class, or 0.5.
+        scores: probabilities or values in the form that `RawModel` returns.
+        threshold: probability from which on the second of two classes, or a label, is predicted. If None, the more
+            probable class is predicted, or a label from a probability of 0.5 on.
     """
     if facts.task == "multilabel":
         return (scores >= (0.5 if threshold is None else threshold)).astype(int)
@@ -140,7 +142,7 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
 
 def check_threshold(facts: InputSpec, threshold: float | None) -> None:
-    """Raise if a threshold would have no effect.
+    """Raise if a threshold would have no effect or is not a probability.
 
     Raises:
         ConfigError: the threshold is not between 0 and 1, or the task is neither binary nor multilabel.

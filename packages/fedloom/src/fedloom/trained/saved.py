@@ -1,4 +1,7 @@
-"""Saved models: the models of a run in the files of its directory, written completely and read on demand."""
+"""Models of a run in the files of its directory.
+
+The files are written all at once, and models are read when they are needed.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,15 @@ def files(source: ModelSource) -> list[str]:
 
 
 def _lined(source: ModelSource) -> list[str]:
-    """Kinds of models that are recalibrated separately. The hybrid model is one of these models."""
+    """Kinds of models for which recalibrations are stored. A hybrid model is always one of these models."""
     return [kind for kind in source.kinds() if kind != "hybrid"]
 
 
 def write_models(source: ModelSource, folder: Path) -> list[Path]:
-    """Write each model of a run as ``<kind>.safetensors``, and the other files (see `Models.save`).
+    """Write every kind of model of a run to ``<kind>.safetensors``, and write the other files (see `Models.save`).
 
     Raises:
-        CheckpointError: the disk is full or rejects the write.
+        CheckpointError: the disk is full or the write is rejected.
     """
     make_folder(folder)
     start = source.recipe.start()
@@ -58,7 +61,7 @@ def write_models(source: ModelSource, folder: Path) -> list[Path]:
 
 
 def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the data that all models of a run share, or link to the copy in a neighboring model folder."""
+    """Write the data that all models of a run share, or link to an equal file in a neighboring model folder."""
     digest = blake2b(digest_size=8)
     for name, value in start.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -77,7 +80,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
-    """Read the tensors of a file."""
+    """Read all tensors of a file."""
     match name:
         case "global":
             row, statistics = source.shared()
@@ -97,7 +100,10 @@ def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
 
 
 class _Pieces(Mapping[str, Tensor]):
-    """Personal models in parts that contain some clients, created on demand: ``rows.<first client>``."""
+    """Lazy mapping of ``rows.<first client>`` to the personal models of a group of clients.
+
+    Each model is created when it is read.
+    """
 
     def __init__(self, source: ModelSource) -> None:
         self._source, self._n = source, len(source.names)
@@ -126,20 +132,21 @@ def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
 
 
 class SavedModels:
-    """`ModelSource` for the files that `Models.save` wrote.
+    """`ModelSource` that reads the files written by `Models.save`.
 
     Args:
         folder: folder that contains the files.
-        algorithm: the method. A model file can choose neither the folder nor the architecture.
+        algorithm: the method. The method is given by the caller, like the architecture, because a model file must not
+            choose either of them.
         spec: the architecture.
-        local: settings of local training.
+        local: settings of local training in the run.
         seed: seed of the run.
-        method: its label.
+        method: label of the method.
         objective: training objective and metrics of the models.
 
     Raises:
-        RunDirError: the folder contains no models.
-        LayoutError: the files are damaged, or contain a different architecture.
+        RunDirError: the folder does not contain models.
+        LayoutError: the files are damaged, or they contain a different architecture.
     """
 
     def __init__(
@@ -238,10 +245,10 @@ class SavedModels:
         )
 
     def _shaped(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
-        """Read a tensor from a file and check the first dimensions of its shape.
+        """Read a tensor from a file, and check the first dimensions of its shape.
 
         Raises:
-            LayoutError: the tensor is missing, or has a different shape. The file may belong to a different run.
+            LayoutError: the tensor is missing, or its shape is different. The file may then belong to a different run.
         """
         if tensor is None or tuple(tensor.shape[: len(shape)]) != shape:
             got = "nothing" if tensor is None else [*tensor.shape]

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, ask
 from fedloom_sites.deploy.ops.directory import CLI_FOLDER, LOCAL_FOLDER
 from fedloom_sites.deploy.ops.processes import ProcessError
 from fedloom_sites.deploy.ops.status import server_file
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 
 KEYS_FOLDER, ADMITTED_SUFFIX, REVOKED_SUFFIX = "nodes", ".pub", ".revoked"
 UNREGISTERED_STATUS = "unregistered"

@@ -30,7 +30,8 @@ from fedloom_sites.deploy.ops.members import (
     member_of,
 )
 from fedloom_sites.deploy.ops.status import server_file
-from fedloom_sites.deploy.settings import Member, Server, Shared, read_server
+from fedloom_sites.deploy.setting_files import read_server
+from fedloom_sites.deploy.settings import Member, Server, Shared
 
 
 def upgrade(folder: Path) -> Change:

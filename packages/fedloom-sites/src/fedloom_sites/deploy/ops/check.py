@@ -199,7 +199,8 @@ def _memory(site: Site) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{where}: no earlier experiment. If this site has sent sums of these data in another deployment, set "
-            "memory in both site.toml files to the same folder",
+            "memory in both site.toml files to the same folder, and add this folder to ReadWritePaths in the site's "
+            "systemd units",
         )
 
 

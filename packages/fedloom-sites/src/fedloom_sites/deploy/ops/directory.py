@@ -30,7 +30,8 @@ from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.check import versions
 from fedloom_sites.deploy.ops.commands import OPS_FOLDER, command, environment, fill_template, profile
 from fedloom_sites.deploy.ops.plan import DeploymentPlan
-from fedloom_sites.deploy.settings import Member, Secure, Server, Site, digest, placed, read_server, text_of
+from fedloom_sites.deploy.setting_files import digest, placed, read_server, text_of
+from fedloom_sites.deploy.settings import Member, Secure, Server, Site
 
 APP_FOLDER = "app"
 CLI_FOLDER = "cli"

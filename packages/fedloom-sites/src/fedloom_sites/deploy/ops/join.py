@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedloom.errors import FedloomError
 from fedloom_sites.deploy.ops.commands import command
-from fedloom_sites.deploy.settings import read_site
+from fedloom_sites.deploy.setting_files import read_site
 
 
 def main(file: Path) -> None:

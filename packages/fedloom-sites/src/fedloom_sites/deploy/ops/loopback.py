@@ -21,7 +21,8 @@ from fedloom_sites.deploy.ops.directory import APP_FOLDER, CLI_FOLDER, LOCAL_FOL
 from fedloom_sites.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom_sites.deploy.ops.table import site_table
 from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_PREFIX, finished
-from fedloom_sites.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
+from fedloom_sites.deploy.setting_files import check_fingerprint, check_version, read_server, read_site
+from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site.local_data import site_federation
 
 LOG_PREFIX = "fedloom: "

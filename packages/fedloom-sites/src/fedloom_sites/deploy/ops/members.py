@@ -33,17 +33,8 @@ from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
 from fedloom_sites.deploy.secure.stages import Stage, progress_of
 from fedloom_sites.deploy.server.run import last_round
-from fedloom_sites.deploy.settings import (
-    Member,
-    Secure,
-    Server,
-    Shared,
-    Site,
-    case_twin,
-    digest,
-    read_server,
-    read_site,
-)
+from fedloom_sites.deploy.setting_files import digest, read_server, read_site
+from fedloom_sites.deploy.settings import Member, Secure, Server, Shared, Site, case_twin
 from fedloom_sites.deploy.site.approval import check_approved_digest
 from fedloom_sites.deploy.site.ledger import LEDGER_FILE as LEDGER
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom_sites.deploy.server.run import FINISHED_HINT, STOP_HINT, finished, stop_file
-from fedloom_sites.deploy.settings import read_server
+from fedloom_sites.deploy.setting_files import read_server
 
 
 def main(words: Sequence[str]) -> int:

@@ -28,7 +28,8 @@ from fedloom_sites.deploy.audit import lines_of
 from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
-from fedloom_sites.deploy.settings import Server, read_server
+from fedloom_sites.deploy.setting_files import read_server
+from fedloom_sites.deploy.settings import Server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that has ended, keyed by the reason for its end. A stopped run can be resumed."""

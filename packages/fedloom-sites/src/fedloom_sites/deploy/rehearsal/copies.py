@@ -26,7 +26,8 @@ from fedloom_sites.deploy.rehearsal.rogue import RogueServer, has_counters
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.terms import check_models, check_summands, check_terms, read_terms
-from fedloom_sites.deploy.settings import Site, digest
+from fedloom_sites.deploy.setting_files import digest
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer

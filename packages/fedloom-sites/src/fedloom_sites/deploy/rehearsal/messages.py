@@ -213,7 +213,7 @@ def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
 
 
 def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of requests beyond the site's epsilon: two for every round, with different models."""
+    """Return the outcome of requests that exceed the site's epsilon: every round twice, with different models."""
     copy = site.copy()
     trainer = copy.trainer
     noise = noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors))

@@ -91,7 +91,8 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
     Args:
         rogue: the server.
         layer: the first layer.
-        rows: samples that determine the edges. A real server would know their distribution from similar data.
+        rows: samples that determine the edges. A real server would know the distribution of the samples from similar
+            data.
     """
     job = rogue.trainer.job
     down, _ = rogue.first_download()

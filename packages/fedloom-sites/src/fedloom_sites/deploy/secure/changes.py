@@ -9,7 +9,8 @@ this site, and no site opens a sum with too few signatures. The uploads of sites
 to be known to the server. Every sum must therefore contain enough sites that have never left or returned: any
 combination of sums that a server computes contains either all of these sites or none of them. A site is also recorded
 as changed if its weight changes relative to the other sites' weights, because two sums of the same sites with different
-weights reveal just as much.
+weights reveal just as much. The same holds for a site that answers from another state than the other
+sites: an upload that is a difference from the state, such as SCAFFOLD's, is then large at this site alone.
 """
 
 from __future__ import annotations
@@ -32,15 +33,29 @@ LOST_RECORD: Mapping[str, Any] = {"lost": True}
 """Record that marks a site as no longer knowing which sites its latest sum covers."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
-"""Weights of each site in a sum, keyed by kind of sum and then by site."""
+"""Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""
+
+
+class States(NamedTuple):
+    """States from which the sites in a sum answer.
+
+    Attributes:
+        experiment: name of the experiment, in which rounds are counted.
+        trained: round whose uploads are summed. None for a sum of something else.
+        bases: last accepted round of each site, by name.
+    """
+
+    experiment: str
+    trained: int | None
+    bases: Mapping[str, int]
 
 
 class Changes(NamedTuple):
     """Sites in the latest sum, and the number of changes so far.
 
     Attributes:
-        record: JSON-compatible values: the `sites` in the latest sum, their `weights` keyed by kind of sum, and the
-            number of `changes` keyed by site. Empty before the first sum.
+        record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), the number of
+            `changes` keyed by site, and the `states` of the latest sum of uploads. Empty before the first sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never left or returned.
     """
@@ -54,12 +69,13 @@ class Changes(NamedTuple):
         """Sites in the latest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
-    def changed(self, sites: Collection[str], weights: Weights) -> set[str]:
-        """Return the sites whose presence or weight differs between a new sum and the latest sum.
+    def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
+        """Return the sites whose presence, weight or state differs between a new sum and the latest sum.
 
         Args:
             sites: sites in the new sum.
             weights: weights of these sites.
+            states: states of these sites.
         """
         if "sites" not in self.record:
             return set()
@@ -67,25 +83,26 @@ class Changes(NamedTuple):
         for what, now in weights.items():
             before = self.record["weights"].get(what)
             changed |= set() if before is None else reweighted(before, now)
-        return changed
+        return changed | (self._find_moved_sites(states) & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
         """Return those of the given sites that may not leave or return again."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
-    def add_sum(self, sites: Collection[str], weights: Weights) -> Changes:
+    def add_sum(self, sites: Collection[str], weights: Weights, states: States) -> Changes:
         """Return the updated record after a sum.
 
         Args:
             sites: sites in the new sum.
             weights: weights of these sites.
+            states: states of these sites.
 
         Raises:
             Broken: the sum would be one change too many for a site, or it contains too few sites that have never
                 changed.
         """
-        changed = self.changed(sites, weights)
+        changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):
             why = (
                 "the list of decrypted sums at this site was damaged, so sites can no longer leave the sums or return"
@@ -93,7 +110,10 @@ class Changes(NamedTuple):
                 else f"a site may leave the sums over the same data, or return, at most {self.limit} times "
                 "(changes in the table secure)"
             )
-            raise Broken(f"the sum contains other sites than the sum before, they differ in {', '.join(over)}; {why}")
+            raise Broken(
+                "the sum contains other sites than the sum before, or their weights or states changed, and they differ "
+                f"in {', '.join(over)}; {why}"
+            )
         used = self.record.get("changes", {})
         counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
         steady = [c for c in sites if c not in counts]
@@ -103,9 +123,12 @@ class Changes(NamedTuple):
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
                 "are required (key steady in the table secure)"
             )
+        trained = {"experiment": states.experiment, "round": states.trained, "bases": {**states.bases}}
+        kept = {"states": self.record["states"]} if "states" in self.record else {}
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
+                **(kept if states.trained is None else {"states": trained}),
                 "sites": sorted(sites),
                 "weights": {
                     **self.record.get("weights", {}),
@@ -114,6 +137,21 @@ class Changes(NamedTuple):
                 "changes": counts,
             }
         )
+
+    def _find_moved_sites(self, states: States) -> set[str]:
+        """Return the sites that answer from other states than most sites of the newest sum of uploads.
+
+        If the server accepted the newest sum, all its sites answer from the state of its round, otherwise from the
+        state before. In the first sum of an experiment, the sites of the newest sum answer from the same round.
+        """
+        newest = self.record.get("states", {})
+        is_same = newest.get("experiment") == states.experiment
+        before = newest["bases"] if is_same else dict.fromkeys(self.sites)
+        groups = dict[object, list[str]]()
+        for c in sorted({*states.bases} & {*before}):
+            base = states.bases[c]
+            groups.setdefault("earlier" if base == before[c] else base, []).append(c)
+        return {c for group in groups.values() for c in group} - {*max(groups.values(), key=len, default=[])}
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:

@@ -105,7 +105,9 @@ class SessionMember:
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         agreed = site.secure
-        self._opened = OpenedSums(folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites)
+        self._opened = OpenedSums(
+            folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.site
+        )
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Return this site's public keys for a new session, which replaces the previous session (step 1)."""
@@ -323,7 +325,8 @@ class SessionMember:
         """
         weights = _weights_by_sum(record)
         if weights is not None:
-            self._opened.check_change([str(c) for c in clients], weights)
+            bases = {str(c): record["bases"][str(c)] for c in clients}
+            self._opened.check_change(record["sums"], bases, weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from fedloom.storage import hold, make_folder, release, write_atomic
 from fedloom.storage.disk import regular
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
-from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes
+from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes, States
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
@@ -50,13 +50,14 @@ class OpenedSums:
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
         changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
         steady: minimum number of sites in a sum that have never left or returned.
+        own: name of this site.
     """
 
     def __init__(
         self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = MAX_CHANGES,
-        steady: int = 0,
+        steady: int = 0, own: str = "",
     ) -> None:  # fmt: skip
-        self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
+        self._folder, self._names, self._limit, self._steady, self._own = folder, names, changes, steady, own
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
@@ -78,18 +79,24 @@ class OpenedSums:
             if before is not None and _ended(experiment, before):
                 self._write(record)
 
-    def check_change(self, clients: Collection[str], weights: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    def check_change(
+        self, sums: Mapping[str, int], bases: Mapping[str, int], weights: Mapping[str, Mapping[str, Sequence[float]]]
+    ) -> None:
         """Raise an error if a sum differs from the last sum in a site that has already left or returned too often.
 
         Args:
-            clients: numbers of the sites.
-            weights: each site's weights in the sum, keyed by kind of sum (see `reveal`).
+            sums: round of each sum, by kind of sum.
+            bases: round of the state from which each site in the sum answers, by the site's number.
+            weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis (see
+                `reveal`).
 
         Raises:
             Broken: a site has left or returned too often. The message contains the site's name.
         """
         with self._open() as record:
-            self._changes(record).add_sum(*self._counting(clients, weights))
+            self._check_name(record)
+            states = self._collect_states(sums, bases)
+            self._changes(record).add_sum(*self._counting(bases, weights), states)
 
     def stays_neutral(self) -> bool:
         """Return True if uploads must stay neutral, because switching twice more would exceed the agreed changes.
@@ -109,15 +116,16 @@ class OpenedSums:
 
         Args:
             name: name of the session, as hexadecimal digits.
-            sums: round of each sum, keyed by kind of sum.
-            models: digest of the summed models, keyed by kind of sum. Empty for none.
+            sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
+            models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis. Empty for
+                none.
             bases: round of the state from which each site in the sum answers, keyed by the site's number.
             threshold: minimum number of sites in a sum.
             question: question that the sum answers, or an empty string if the session has no question. For a question,
                 the round is the number of its step, and all steps cover the same sites.
-            weights: each site's weights in the sum, keyed by kind of sum and by the site's number. All weights of a
-                site are zero if its contribution is already known. None if the sum contains noise and may therefore
-                cover any sites.
+            weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis, and then
+                by the site's number. All weights of a site are zero if its contribution is already known. None if the
+                sum contains noise and may therefore cover any sites.
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:
@@ -157,8 +165,10 @@ class OpenedSums:
                     del opened[oldest]
                     experiment["forgotten"][what] = int(oldest)
             if is_new and weights is not None:
-                changes = self._changes(record).add_sum(*self._counting(bases, weights))
-                record |= {"sites": changes.record}
+                changes = self._changes(record).add_sum(
+                    *self._counting(bases, weights), self._collect_states(sums, bases)
+                )
+                record |= {"sites": changes.record, "own": self._own}
             if is_new and "uploads" in sums and any(counts[:2]):
                 is_neutral = tuple(counts[:2]) == NEUTRAL_COUNTS[:2]
                 record["turns"] += is_neutral != record["neutral"]
@@ -184,6 +194,22 @@ class OpenedSums:
         return sorted(listed - recorded), {
             what: {c: values for c, values in one.items() if c not in recorded} for what, one in named.items()
         }
+
+    def _check_name(self, record: Mapping[str, Any]) -> None:
+        """Raise if this site took part in sums over the data under another name, whose changes are counted apart.
+
+        Raises:
+            Broken: the site has another name in this agreement.
+        """
+        if record.get("own", self._own) != self._own:
+            raise Broken(
+                "this site took part in earlier sums over these data under another name, and its changes would be "
+                "counted anew. Keep the name of the site in the agreement"
+            )
+
+    def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
+        named = {self._name(c): t for c, t in bases.items()}
+        return States(self._folder.name, sums.get("uploads"), named)
 
     def _changes(self, record: Mapping[str, Any]) -> Changes:
         return Changes(record["sites"], self._limit, self._steady)

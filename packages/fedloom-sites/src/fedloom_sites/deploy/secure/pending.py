@@ -32,13 +32,13 @@ class PendingSum(NamedTuple):
     Attributes:
         round: round of the session.
         nonce: nonce of the session.
-        adverts: keys of the session's sites, as a message.
+        adverts: encoded advertisements of the sites in the session.
         question: digest of the request to the sites.
         shared: sites that share masks with each other.
         clients: sites whose vectors have arrived and are part of the sum.
         signed: signatures of these sites on the list of sites in the sum.
-        sums: round of each sum, keyed by kind of sum.
-        models: digest of the summed models, keyed by kind of sum.
+        sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
+        models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
         total: sum of the vectors, masked until the sum is revealed.
         attempts: number of times the sum has been requested.
         told: True if the masks have been removed from the sum.

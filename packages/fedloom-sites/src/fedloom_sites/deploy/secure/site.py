@@ -196,8 +196,8 @@ class MaskedAnswers:
         weighs, bits = not terms.is_dominated("train", *agreed), int(self.figures or "0", 16)
         summed = terms.summed(*agreed, [part for part, _ in form.figures])
         summed = [is_summed and bool(bits >> k & 1) for k, is_summed in enumerate(summed)]
-        if not form.is_whole(scores, summed, weighs=weighs):
-            self._trainer.log_privately(f"round {terms.scored}: a score is missing or not finite")
+        if not form.is_whole(scores, sizes, summed, weighs=weighs):
+            self._trainer.log_privately(f"round {terms.scored}: a score is missing, not finite, or too large for a sum")
             return nothing, SILENT_COUNTS
         vector = form.encode(scores, sizes, summed, weighs=weighs)
         if with_groups:
@@ -206,7 +206,7 @@ class MaskedAnswers:
             cells = {} if terms.is_dominated("test", *agreed) else cells
             of_groups = None if cells is None else sums.encode(cells, are_summed)
             if of_groups is None:
-                self._trainer.log_privately(f"round {terms.scored}: a sum over a group of samples is not finite")
+                self._trainer.log_privately(f"round {terms.scored}: a sum over a group is not finite, or too large")
                 return nothing, SILENT_COUNTS
             vector = np.concatenate([vector, of_groups])
         return vector, ANSWERED_COUNTS

@@ -141,7 +141,7 @@ class MaskedSites(Sites):
         self._tallied = t, {}
         reason = (
             f"round {t}: the sites decrypt no scores, because {session.counts.silent} of {len(session.clients)} sites "
-            "have no finite score. The log of each of these sites states the reason"
+            "have no finite score, or one too large for a sum. The log of each of these sites states the reason"
         )
         self._transport.note("scores given up", t, session.clients, reason)
 
@@ -213,9 +213,9 @@ class MaskedSites(Sites):
 
         n, with_groups = self._figures.length, t == self._job.setting.rounds
 
-        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore], int]:
-            groups, clipped = self.group_sums.decode(total[n:], count) if with_groups else ([], 0)
-            return self._figures.decode(total[:n], count), groups, clipped
+        def read(total: Integers, count: int) -> tuple[dict[tuple[str, str, str], Figure], list[GroupScore]]:
+            groups = self.group_sums.decode(total[n:], count) if with_groups else []
+            return self._figures.decode(total[:n], count), groups
 
         try:
             length = n + (self.group_sums.length if with_groups else 0)
@@ -223,11 +223,8 @@ class MaskedSites(Sites):
             if session.value is None:
                 self._give_up_scores(t, session)
                 return
-            figures, self._groups, clipped = session.value
+            figures, self._groups = session.value
             self._tallied = t, figures
-            if clipped:
-                reason = f"round {t}: {clipped} sites clipped a sum over a group of samples, so no group is reported"
-                self._transport.note("groups given up", t, session.clients, reason)
         except (Broken, GivenUp, RunStopped) as error:
             if isinstance(error, RunStopped) and with_groups:  # the sites store their last models in this session
                 raise RunStopped(error.reason, f"scores after the last round: {error.detail}") from None

@@ -19,7 +19,7 @@ from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, verifying_key
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
-from fedloom_sites.deploy.secure.changes import Changes
+from fedloom_sites.deploy.secure.changes import Changes, States
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
@@ -304,7 +304,7 @@ class SecureSums:
         if self._is_noisy:
             return
         try:
-            self._changes.add_sum(*self._counting(terms, weights, clients))
+            self._changes.add_sum(*self._counting(terms, weights, clients), self._collect_states(terms, clients))
         except Broken as error:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {terms.round}: {error}. The run continues when the sites of that sum are back"
@@ -315,8 +315,8 @@ class SecureSums:
         if self._is_noisy:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
-        changed = before.changed(*counting)
-        self._changes = before.add_sum(*counting)
+        changed = before.changed(*counting, self._collect_states(terms, clients))
+        self._changes = before.add_sum(*counting, self._collect_states(terms, clients))
         if self._changes != before:
             write_checked(self._changes_path, self._changes.record)
         if changed:
@@ -335,6 +335,9 @@ class SecureSums:
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
+
+    def _collect_states(self, terms: Terms, clients: Collection[int]) -> States:
+        return States("", terms.sums.get("uploads"), {self._name(c): terms.bases[c] for c in clients})
 
     def _name(self, client: int) -> str:
         names = self._agreed.names

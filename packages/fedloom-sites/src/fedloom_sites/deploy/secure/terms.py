@@ -57,7 +57,16 @@ class AnalysisStep(Value):
 
     @classmethod
     def create(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """Build a step of an analysis from the bytes of its question."""
+        """Return the step of an analysis, with the bytes of its question.
+
+        Raises:
+            Broken: the question is too long for a message to the sites.
+        """
+        if 2 * len(content) > MAX_TERMS_BYTES:
+            raise Broken(
+                f"a question of the analysis {analysis} has {len(content)} bytes, but sites read at most "
+                f"{MAX_TERMS_BYTES // 2}. Choose fewer bins or columns"
+            )
         return cls(analysis=analysis, step=step, content=content.hex())
 
     @property
@@ -92,7 +101,7 @@ class Terms(Value):
 
     @property
     def sums(self) -> dict[str, int]:
-        """Round of each sum, keyed by kind of sum."""
+        """Round of each sum, keyed by "uploads", "scores" or the name of an analysis."""
         if self.question is not None:
             return {self.question.analysis: self.question.step}
         rounds = {"uploads": self.round} if self.trains else {}
@@ -100,7 +109,9 @@ class Terms(Value):
 
     @property
     def model_digests(self) -> dict[str, str]:
-        """Digest of the summed models, keyed by kind of sum. Empty if the sites receive no models.
+        """Digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
+
+        It is empty if the sites receive no models.
 
         All steps of an analysis have the same digest, so all their sums cover the same sites.
         """

@@ -27,9 +27,9 @@ from fedloom_sites.transport.forms import score_names
 WORK_COUNTS = 3
 """Number of work counts at the end of an upload."""
 NUMBERS_PER_SCORE = 3
-SCORE_UNIT = 2.0**-20
-"""Unit of weighted scores: for a weighted mean, each score is multiplied by this unit and by the number of samples, and
-then summed."""
+SCORE_BITS, MAX_SCORE_TOTAL = 16, 2.0**40
+"""Scores times numbers of samples are summed as multiples of 2^-16, each of at most 2^40. The sum of 100 sites is below
+2^63 steps."""
 RATIO_STEP = 2.0**-3
 """Step to which the product of a score and the number of samples is rounded, for scores that are not means over
 samples.
@@ -41,6 +41,9 @@ MEAN_SCORES = {"loss", "brier", "mae", "deviance"}
 """Scores that are means over samples, so that their sums are sums over the samples of all sites."""
 UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
 """Scores that a model can make undefined at individual sites. They are never summed."""
+SUMMED_MODELS = ("global", "personal")
+"""Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
+its scores and of the global model's scores would be of the sites alone that use their personal model."""
 PROBE_DISTANCE = 2.0
 """Amount by which the artificial outputs that probe a site's metrics are shifted toward one prediction. The outputs
 themselves vary by less than 1."""
@@ -172,7 +175,7 @@ class ScoreVector:
 
     def __init__(self, job: Job) -> None:
         self._job, self._parts = job, job.setting.evaluate.parts
-        self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
+        self._names = [key for key in score_names(job) if key[1] in ("", *self._parts) and key[0] in SUMMED_MODELS]
         self.figures = sorted({key[1:] for key in self._names if key[1]})
         self.length = NUMBERS_PER_SCORE * len(self._names)
 
@@ -226,21 +229,22 @@ class ScoreVector:
             weighted = value * samples if has_score else 0.0
             if name not in MEAN_SCORES:
                 weighted = np.rint(weighted / RATIO_STEP) * RATIO_STEP
-            numbers, _ = integers.encode(np.array([weighted * SCORE_UNIT]))
-            columns += [numbers, np.array([1, samples] if has_score else [0, 0], dtype=np.uint64)]
+            steps = int(np.rint(np.ldexp(weighted, SCORE_BITS)))
+            columns.append(np.array([steps, *((1, samples) if has_score else (0, 0))], dtype=np.int64).view(np.uint64))
         return np.concatenate(columns)
 
     def is_whole(
-        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], summed: Sequence[bool], *, weighs: bool = True
-    ) -> bool:
-        """Return True if a site has scores and all scores that are summed are finite.
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
+        weighs: bool = True,
+    ) -> bool:  # fmt: skip
+        """Return whether a site has scores and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are those of `encode`. If a model could make the scores of chosen sites non-finite, the sum would
-        reveal the scores of the other sites.
+        The arguments are those of `encode`. If a model could make a score of single sites not finite, or a constant,
+        the sum would show the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
         return bool(scores) and all(
-            bool(torch.isfinite(scores[model, part][name]).all())
+            bool((scores[model, part][name].abs() * self._samples(part, sizes) <= MAX_SCORE_TOTAL).all())
             for model, part, name in self._names
             if name in scores.get((model, part), {}) and ((part, name) in wanted if part else weighs)
         )
@@ -251,12 +255,13 @@ class ScoreVector:
         Raises:
             Broken: a sum is out of range.
         """
-        rows = total.reshape(-1, NUMBERS_PER_SCORE)
-        values, counts = integers.decode(rows[:, 0].copy(), count), rows[:, 1:].view(np.int64)
-        if bool(((counts < 0) | (counts[:, :1] > count)).any()):
+        rows = total.reshape(-1, NUMBERS_PER_SCORE).view(np.int64)
+        values, counts = np.ldexp(rows[:, 0].astype(np.float64), -SCORE_BITS), rows[:, 1:]
+        is_possible = (counts >= 0) & (counts[:, :1] <= count) & (np.abs(values) <= count * MAX_SCORE_TOTAL)[:, None]
+        if not bool(is_possible.all()):
             raise Broken("the sum of scores is out of range: a mask was not removed")
         return {
-            key: (weighted / SCORE_UNIT / samples if samples else np.nan, int(sites))
+            key: (weighted / samples if samples else np.nan, int(sites))
             for key, weighted, (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
             if sites >= secure.MIN_SITES
         }

@@ -48,7 +48,8 @@ from fedloom_sites.deploy.server.analyses import AnalysisServer
 from fedloom_sites.deploy.server.results import Results
 from fedloom_sites.deploy.server.sites import Sites
 from fedloom_sites.deploy.server.transport import Transport
-from fedloom_sites.deploy.settings import Server, check_version
+from fedloom_sites.deploy.setting_files import check_version
+from fedloom_sites.deploy.settings import Server
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.transport.forms import Forms

@@ -146,8 +146,8 @@ class SiteAnalyses:
                 )
             rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
-            if clipped:
-                self._trainer.log_privately(f"step {step} of the analysis {name}: {clipped} numbers were clipped")
+            if clipped and self._trainer.site.secure is not None:  # a sum would show the sites with other numbers
+                raise Refused(f"{clipped} numbers of the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
             self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")

@@ -69,10 +69,12 @@ def check_approved(site: Site) -> None:
 def check_data_name(site: Site) -> None:
     """Raise an error if an agreement renames data whose sums or privacy budgets the site remembers.
 
-    The first agreement that uses a source determines its name.
+    The first agreement that uses a source determines its name. If the site has memories of data without a source (of an
+    earlier version of fedloom, or because the list of names was lost), a new source takes one of their names.
 
     Raises:
-        ConfigError: the source has another name at this site, or the list of names is damaged.
+        ConfigError: the source has another name at this site, a new name could hide the memory of its samples, or the
+            list of names is damaged.
     """
     if (site.secure is None and site.epsilon is None) or site.snapshot is not None:  # `declare` has checked its source
         return
@@ -82,18 +84,30 @@ def check_data_name(site: Site) -> None:
         path = folder / NAMES_FILE
         try:
             names = json.loads(regular(path).read_bytes()) if path.exists() else {}
+            orphans = {file.parent.name.removeprefix("data-") for file in folder.glob("data-*/*.json")} - {
+                *names.values()
+            }
+            is_free = source in names or not orphans or site.data_name in orphans
             first_name = names.setdefault(source, site.data_name)
         except (OSError, ValueError, AttributeError, RecursionError):
             raise Refused(
                 f"{NAMES_FILE} of site {site.site} is damaged, so the site cannot know the names of its data. Restore "
                 f"the file from a copy, or write {{}} into it if the site has not taken part in another experiment"
             ) from None
+        line = json.dumps({source: site.data_name}).strip("{}")
+        if not is_free:
+            raise Refused(
+                f"site {site.site} remembers sums or budgets of data named {', '.join(sorted(orphans))}, which may be "
+                f"these data, but the agreement names them {site.data_name!r}. Agree on the earlier name as data_name. "
+                f"If these are other patients, add {line} to {NAMES_FILE} in the folder memory, or else state, of the "
+                "site"
+            )
         if first_name != site.data_name:
             raise Refused(
                 f"site {site.site} knows these data under the name {first_name!r}, but the agreement names them "
                 f"{site.data_name!r}, so the site would forget the sums and budgets of these data. Agree on data_name "
-                f"= {first_name!r}. If the source now contains other patients, delete its line from {NAMES_FILE} in "
-                "the folder memory, or else state, of the site"
+                f"= {first_name!r}. If the source now contains other patients, change its line to {line} in "
+                f"{NAMES_FILE} in the folder memory, or else state, of the site"
             )
         if not path.exists() or json.loads(regular(path).read_bytes()) != names:
             write_atomic(path, (json.dumps(names, indent=1) + "\n").encode())

@@ -196,7 +196,14 @@ class Client:
         if kind != "hello":
             check_approved(site)
             if not self._has_named_data:
-                check_data_name(site)
+                try:
+                    check_data_name(site)
+                except Refused as error:  # which names data of other agreements
+                    self.trainer.log_privately(sentence_of(error))
+                    raise Refused(
+                        f"site {site.site} does not accept the data_name of the agreement. At the site, run: fedloom "
+                        "deploy check FOLDER"
+                    ) from None
                 self._has_named_data = True
         self._check_round(head)
 

@@ -25,7 +25,8 @@ from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import ModelRecipe, running_statistics
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.settings import Site, read_site
+from fedloom_sites.deploy.setting_files import read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.local_data import site_federation
 from fedloom_sites.deploy.site.state import SiteModel, models
 

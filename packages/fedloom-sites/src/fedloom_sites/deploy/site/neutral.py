@@ -23,7 +23,7 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
 
     Args:
         blank: the same run on blank samples.
-        job: the site's run, of which only the shares of the objective are used, which are public.
+        job: the site's run. Only its shares of the objective are used, which are public.
         down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.

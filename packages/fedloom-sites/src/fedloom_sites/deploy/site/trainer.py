@@ -36,7 +36,8 @@ from fedloom_sites.deploy.noise import deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.member import check_maskable
-from fedloom_sites.deploy.settings import Site, check_version
+from fedloom_sites.deploy.setting_files import check_version
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
@@ -337,8 +338,7 @@ class Trainer:
                 self._memory.keep_model(received.row.cpu(), header, t, received.kind)
         if not has_samples or self.scoring == "off":
             return {}
-        scores = self.node.score(job, received, t)
-        return self.node.score_hybrid(job, scores) if self.scoring == "masked" else scores
+        return self.node.score(job, received, t)
 
     @property
     def sends_groups(self) -> bool:

@@ -24,7 +24,8 @@ from fedloom.data import SOURCES
 from fedloom.data.sources import DATA_FOLDER_VARIABLE, FileSource
 from fedloom.errors import ConfigError
 from fedloom_sites.deploy.code import CODE_FOLDER
-from fedloom_sites.deploy.settings import Site, read_site
+from fedloom_sites.deploy.setting_files import read_site
+from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.handover import (
     ANSWER_REPLY,

@@ -1,4 +1,4 @@
-"""Base classes of samplers, and the random draws that they share."""
+"""Base classes of samplers, and the functions for random draws that samplers share."""
 
 from __future__ import annotations
 
@@ -16,37 +16,40 @@ from fedloom.values import Value
 
 
 class Sampler(Value, ABC):
-    """Chooses the cohort of every round.
+    """Rule that chooses the cohort of every round.
 
-    Its state is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
+    The state of a sampler is a NamedTuple of tensors, which is passed explicitly and stored in checkpoints.
 
-    In `query`, `apply` and `init`, ``ctx.ids`` lists all clients.
+    In `query`, `apply` and `init`, ``ctx.ids`` contains all clients.
     """
 
     kind: ClassVar[str]
 
     @property
     def probes(self) -> bool:
-        """True if the server queries candidates before the round. Their answers count as work and bytes."""
+        """True if the server sends a query to candidates before the round.
+
+        The candidates' answers are recorded as work and traffic.
+        """
         return False
 
     @property
     def learns(self) -> bool:
-        """True if the sampler reads the replies of individual clients after a round (`learn`)."""
+        """True if the sampler uses the replies of individual clients after a round (`learn`)."""
         return False
 
     @property
     def repeats(self) -> bool:
-        """True if a client may occur twice in a cohort."""
+        """True if a client may be drawn more than once for a cohort."""
         return False
 
     @property
     def by_samples(self) -> bool:
-        """True if clients with more samples are drawn more often, so that all clients of a cohort have equal weight."""
+        """True if clients are drawn in proportion to their samples, so that all clients of a cohort weigh the same."""
         return False
 
     def adapted(self, n: int) -> Self:
-        """Return the sampler with defaults that work for n clients."""
+        """Return the sampler with defaults that are valid for n clients."""
         return self
 
     def init(self, ctx: Ctx) -> Fields:
@@ -54,7 +57,7 @@ class Sampler(Value, ABC):
         return Nothing()
 
     def query(self, state: Any, ctx: Ctx) -> Tensor:
-        """Return the ids of the candidates that the server queries, ascending."""
+        """Return the ids of the candidates that the server queries, in ascending order."""
         return ctx.ids[:0]
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
@@ -67,53 +70,54 @@ class Sampler(Value, ABC):
 
         Args:
             state: state after the previous round.
-            info: answers, in the order of `query`.
-            ctx: all clients.
+            info: answers of the candidates, in the order of `query`.
+            ctx: context with all clients.
 
         Returns:
-            Ids, ascending. A client that is drawn twice (`repeats`) trains once, and its share of the mean doubles.
-            This does not apply to fields that are accumulated over rounds or stored, which have one term per client.
+            Ids of the cohort, in ascending order. A client that is drawn twice (`repeats`) trains once, and its share
+            in the mean is doubled. Fields that are accumulated over rounds or stored are an exception, because they
+            have one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
-        """Return each client's report ``[m, k]`` on its trained model ``[m, d]``, sent with its reply for `learn`.
+        """Return reports ``[m, k]`` on trained models ``[m, d]``, which clients send with their replies for `learn`.
 
-        This function runs at the client, and its result counts as work and bytes. None: the server reads the upload
-        itself.
+        This function runs at the client, and its computations are recorded as work and traffic. If it returns None, the
+        server uses the uploads themselves.
         """
         return None
 
     def learn(self, state: Any, replies: Tensor, ctx: Ctx) -> Any:
-        """Return the new state after the accepted replies.
+        """Return the new state after the accepted replies have arrived.
 
         Args:
-            state: state after `apply`.
-            replies: rows in the order of ``ctx.ids``: the rows that `report` returns, or ``[m, d]`` each model minus
-                the model that the client received.
-            ctx: the accepted cohort.
+            state: state returned by `apply`.
+            replies: one row per client, in the order of ``ctx.ids``. A row is the client's report, or without reports
+                its model minus the model that it received, ``[m, d]``.
+            ctx: context with the accepted cohort.
         """
         return state
 
     def check(self, n: int) -> None:
-        """Raise if the sampler does not work for ``n`` clients.
+        """Raise if the sampler does not work with ``n`` clients.
 
         Raises:
-            ConfigError: the sampler does not work for this number. The message says why.
+            ConfigError: the sampler does not work with this number of clients. The message states the reason.
         """
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Return notes for the user if the sampler has no effect on this federation."""
+        """Return notes for the user if the choice of the sampler has no effect in this federation."""
         return []
 
     def smallest(self, n: int) -> int | None:
-        """Return the smallest number of distinct clients in a round of a federation with ``n`` clients.
+        """Return the smallest possible number of distinct clients in a round of a federation with ``n`` clients.
 
-        The result is None if this number depends on the draws.
+        The result is None if this number depends on random draws.
         """
         return None
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Return this sampler with another sampler's cohort size, unless its own size was given."""
+        """Return this sampler with the cohort size of another sampler, unless its own size was set."""
         return self
 
 
@@ -135,11 +139,11 @@ class SizedSampler(Sampler, ABC):
         return self
 
     def size(self, n: int) -> int:
-        """Return the number of clients that are drawn from n clients."""
+        """Return the number of clients that the sampler draws from n clients."""
         return max(round(self.fraction * n), 1) if self.clients is None else self.clients
 
     def check(self, n: int) -> None:
-        """Raise if there are fewer clients than the sampler draws."""
+        """Raise if the sampler draws more clients than there are."""
         if self.clients is not None and self.clients > n:
             raise ConfigError(
                 f"sampler.clients must be at most the number of clients in the federation ({n}), got {self.clients}",
@@ -148,11 +152,11 @@ class SizedSampler(Sampler, ABC):
             )
 
     def smallest(self, n: int) -> int | None:
-        """Return the number of drawn clients."""
+        """Return the number of clients that the sampler draws."""
         return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Use ``fraction`` or ``clients`` of the other sampler, if this sampler sets neither."""
+        """Use ``fraction`` or ``clients`` of the other sampler if this sampler does not set either."""
         size_fields, named = ("fraction", "clients"), other.model_fields_set
         if not isinstance(other, SizedSampler) or self.model_fields_set.intersection(size_fields):
             return self
@@ -161,16 +165,16 @@ class SizedSampler(Sampler, ABC):
 
 
 Masses = Literal["samples", "uniform"]
-"""Probability p_i of a client: n_i / n, or 1 / n."""
+"""Probability p_i with which a client is drawn, n_i / n or 1 / n."""
 
 
 def masses(ctx: Ctx, by: Masses) -> Tensor:
-    """Return integers ``[n]`` to which the probabilities p_i are proportional."""
+    """Return integers ``[n]`` that are proportional to the probabilities p_i."""
     return ctx.sizes[:, 0].cpu().long() if by == "samples" else torch.ones(ctx.n, dtype=torch.long)
 
 
 def draw_distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
-    """Return the first ``k`` elements of ``torch.randperm(n)``, without shuffling all n if k is small."""
+    """Return the first ``k`` elements of ``torch.randperm(n)``. If k is small, not all n elements are shuffled."""
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
@@ -184,5 +188,5 @@ def draw_distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def draw(p: Tensor, k: int, generator: torch.Generator, *, replacement: bool = False) -> Tensor:
-    """Draw ``k`` ids one after the other, with probabilities proportional to ``p [n]``."""
+    """Draw ``k`` ids in sequence, with probabilities proportional to ``p [n]``."""
     return torch.multinomial(p.double(), k, replacement, generator=generator)

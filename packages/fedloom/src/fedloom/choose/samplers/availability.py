@@ -1,4 +1,4 @@
-"""Samplers for federations whose clients are not always available."""
+"""Samplers for federations in which clients are not always available."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fedloom.local import Ctx, Nothing
 
 
 class Availability(SizedSampler):
-    """Draws uniformly among the available clients, given by a recorded trace or by turns with a fixed period.
+    """Sampler that draws uniformly among the available clients, given by a recorded table or by cycles of fixed length.
 
-    With a table, row t lists the clients available in round t, and after the last row the table starts again. Without a
-    table, client i is available in the first ``on`` of every ``period`` rounds, counted from round 1 - i. If fewer
-    clients are available than the sampler draws, all available clients take part.
+    Row t of the table marks the clients that are available in round t. After the last row, the table is repeated from
+    the start. Without a table, client i is available in the first ``on`` rounds of every cycle of ``period`` rounds,
+    and the cycles of client i start i rounds earlier than those of client 0. If fewer clients are available than the
+    sampler draws, all available clients take part.
     """
 
     kind: ClassVar[str] = "availability"
@@ -43,18 +44,18 @@ class Availability(SizedSampler):
         return self
 
     def adapted(self, n: int) -> Self:
-        """Set the turns to one round per client if neither turns nor a table are given."""
+        """Limit the cycle to n rounds if neither a cycle nor a table was set."""
         turns = self.model_fields_set.intersection(("table", "period", "on"))
         return self if turns or self.period <= n else self.with_(period=n)
 
     def present(self, round: int, n: int) -> Tensor:
-        """Return the clients that are available in a round, as bool ``[n]``."""
+        """Return which clients are available in a round, as bool ``[n]``."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """Raise if the table has the wrong width, or if no client is available in some round."""
+        """Raise if the table does not have n columns, or if a round has no available client."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
@@ -74,16 +75,16 @@ class Availability(SizedSampler):
                 )
 
     def smallest(self, n: int) -> int | None:
-        """Return the smallest number of clients available in any round, if it is below the number of drawn clients."""
+        """Return the size of the smallest cohort, which may be limited by the number of available clients."""
         return min(self.size(n), *self._counts(n))
 
     def _counts(self, n: int) -> list[int]:
-        """Count the available clients in every round of a turn."""
+        """Return the number of available clients in every round of a cycle."""
         turn = self.period if self.table is None else len(self.table)
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw m of the available clients, or all of them if there are fewer."""
+        """Draw m of the available clients, or take all of them if there are fewer."""
         present = self.present(ctx.round, ctx.n).nonzero()[:, 0]
         order = torch.randperm(len(present), generator=ctx.rng("cohort"))
         return present[order[: self.size(ctx.n)]].sort().values, state

@@ -1,4 +1,4 @@
-"""Clustered sampling: one client is drawn from each of m distributions, so that the mean of the cohort is unbiased."""
+"""Clustered sampling, which draws one client from each of m distributions and makes the mean of the cohort unbiased."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ Distance = Literal["arccos", "l1", "l2"]
 
 
 class Gradients(NamedTuple):
-    """g ``[n, d]``: representative gradients G_i = w_i - w_t, which are zero before a client's first round."""
+    """Representative gradients g ``[n, d]``, which are G_i = w_i - w_t and zero before a client's first round."""
 
     g: Tensor
 
 
 class Clustered(SizedSampler):
-    """Draws one client from each of m distributions W_k with sum_k W_k(i) = m p_i, and averages them uniformly.
+    """Sampler that draws one client from each of m distributions W_k with sum_k W_k(i) = m p_i.
+
+    Drawn clients have equal weight.
 
     Reference: Y. Fraboni, R. Vidal, L. Kameni, M. Lorenzi, "Clustered Sampling: Low-Variance and Improved
     Representativity for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algorithm 1 (by sample
-    size) and 2 (by similarity of the representative gradients, with Ward's method on the rows of the distance matrix).
+    size) and Algorithm 2 (by similarity of the representative gradients, with Ward's method applied to the rows of the
+    distance matrix).
 
-    A client that is drawn from two distributions trains once and counts twice. A client whose m p_i is above 1 first
-    fills whole distributions alone. The tree is cut into the largest subtrees whose mass is at most 1/m. All counts are
-    numbers of samples, so the probabilities are exact. The server stores n d numbers.
+    A client that is drawn from two distributions trains once, and its weight in the mean is doubled. If m p_i is above
+    1, client i first fills whole distributions alone. The tree is cut into the largest subtrees whose mass is at most
+    1/m. All masses are computed in numbers of samples, so the probabilities are exact. The server stores n d numbers.
     """
 
     kind: ClassVar[str] = "clustered"
@@ -49,21 +52,21 @@ class Clustered(SizedSampler):
 
     @property
     def learns(self) -> bool:
-        """Algorithm 2 does."""
+        """True with Algorithm 2, which uses the clients' updates."""
         return self.by == "similarity"
 
     @property
     def repeats(self) -> bool:
-        """Always True: a client may be drawn from two distributions."""
+        """Always True, because a client may be drawn from two distributions."""
         return True
 
     @property
     def by_samples(self) -> bool:
-        """True unless the masses are uniform."""
+        """True unless all clients have the same probability."""
         return self.masses == "samples"
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Note that sampling has no effect if every client participates with equal mass."""
+        """Return a note that sampling has no effect if every client takes part with the same mass."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
         reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
@@ -78,7 +81,10 @@ class Clustered(SizedSampler):
         return Gradients(torch.zeros(ctx.n, ctx.layout.d)) if self.learns else Nothing()
 
     def distributions(self, state: Gradients | Nothing, ctx: Ctx) -> Tensor:
-        """Return m W_k(i) in samples, int64 ``[m, n]``: rows sum to sum_i n_i, and columns to m n_i."""
+        """Return m W_k(i) in samples, int64 ``[m, n]``.
+
+        The sum of a row is sum_i n_i, and the sum of a column is m n_i.
+        """
         size, m = masses(ctx, self.masses), self.size(ctx.n)
         if not isinstance(state, Gradients):
             return filled(size, m, [[i] for i in size.argsort(descending=True, stable=True).tolist()], separate=False)
@@ -92,7 +98,7 @@ class Clustered(SizedSampler):
         return torch.multinomial(w, 1, generator=ctx.rng("cohort"))[:, 0].sort().values, state
 
     def learn(self, state: Gradients | Nothing, replies: Tensor, ctx: Ctx) -> Gradients | Nothing:
-        """Return the state with the cohort's new representative gradients."""
+        """Return the state with the new representative gradients of the cohort."""
         if not isinstance(state, Gradients):
             return state
         g = state.g.clone()
@@ -101,9 +107,9 @@ class Clustered(SizedSampler):
 
 
 def distances(g: Tensor, distance: Distance) -> Tensor:
-    """Return the pairwise distances ``[n, n]`` between the rows of ``g [n, d]``, as float64.
+    """Return the pairwise distances between the rows of ``g [n, d]``, as float64 ``[n, n]``.
 
-    The angle with a row of zeros is 0.
+    The angle between a row of zeros and any other row is set to 0.
     """
     g = g.double().cpu()
     if distance == "l1":
@@ -117,15 +123,15 @@ def distances(g: Tensor, distance: Distance) -> Tensor:
 
 
 def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
-    """Return the largest subtrees of Ward's tree on the rows of ``distance [n, n]`` whose mass is at most the limit.
+    """Return the largest subtrees of Ward's tree on the rows of ``distance [n, n]`` with a mass up to the limit.
 
     Args:
-        distance: matrix whose rows are the points, as in the paper's code.
-        mass: integers ``[n]``, each at most the limit.
-        limit: largest mass of a subtree.
+        distance: matrix whose rows are used as points, as in the paper's code.
+        mass: masses of the clients, integers ``[n]``, each at most the limit.
+        limit: largest allowed mass of a subtree.
 
     Returns:
-        Groups of ids, the heaviest group first.
+        Groups of ids, sorted by decreasing mass.
     """
     from scipy.cluster.hierarchy import linkage
     from scipy.spatial.distance import pdist
@@ -142,13 +148,14 @@ def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
 
 
 def filled(size: Tensor, m: int, groups: list[list[int]], *, separate: bool) -> Tensor:
-    """Fill m distributions of mass sum(size) with m n_i samples of each client, int64 ``[m, n]``.
+    """Fill m distributions of mass sum(size) with m n_i samples of each client i, int64 ``[m, n]``.
 
     Args:
-        size: integers n_i ``[n]``.
-        m: distributions.
-        groups: ids in the order in which they fill the distributions.
-        separate: True to give each of the first groups a separate distribution, as long as distributions are left.
+        size: integers n_i, ``[n]``.
+        m: number of distributions.
+        groups: ids of clients, in the order in which they fill the distributions.
+        separate: True to give each of the first groups a distribution of its own, as long as there are distributions
+            left.
     """
     full, total = int(size.sum()), m * size
     w = torch.zeros(m, len(size), dtype=torch.long)

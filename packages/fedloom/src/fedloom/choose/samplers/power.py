@@ -1,4 +1,4 @@
-"""Power-of-choice: choose the candidates with the largest losses."""
+"""Power-of-choice sampling, which takes the candidates with the largest losses."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fedloom.local import Ctx, Nothing, Work
 
 
 class Losses(NamedTuple):
-    """loss ``[n]``: last loss that each client sent, infinite before the client's first reply."""
+    """Last loss ``[n]`` that each client sent. The loss is infinite before the client's first reply."""
 
     loss: Tensor
 
 
 class PowerOfChoice(SizedSampler):
-    """Sampler that takes the m largest losses of d candidates, drawn without replacement with probabilities n_i / n.
+    """Sampler that takes the m largest losses among d candidates, drawn without replacement with probabilities n_i / n.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples (``loss``),
-    cpow-d computes it on one mini-batch (``batch``), and rpow-d remembers the last losses (``last``).
+    cpow-d computes it on one mini-batch (``batch``), and rpow-d uses the last losses that clients sent (``last``).
 
-    Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch, and not the mean over its
-    local steps. Ties, for instance among clients that have never participated, are broken at random.
+    Deviations: rpow-d uses the loss of a client's trained model on its last mini-batch instead of the mean over its
+    local steps. Ties, such as those between clients that have never participated, are broken at random.
     """
 
     kind: ClassVar[str] = "power-of-choice"
@@ -42,17 +42,17 @@ class PowerOfChoice(SizedSampler):
 
     @property
     def probes(self) -> bool:
-        """True unless losses are remembered."""
+        """True unless the sampler uses stored losses."""
         return self.estimate != "last"
 
     @property
     def learns(self) -> bool:
-        """True if losses are remembered."""
+        """True if the sampler uses stored losses."""
         return self.estimate == "last"
 
     @property
     def by_samples(self) -> bool:
-        """The candidates are."""
+        """Always True, because candidates are drawn in proportion to their samples."""
         return True
 
     def check(self, n: int) -> None:
@@ -65,7 +65,7 @@ class PowerOfChoice(SizedSampler):
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Note that the choice has no effect if every client participates."""
+        """Return a note that the choice has no effect if every client takes part."""
         if self.size(ctx.n) < ctx.n:
             return []
         return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
@@ -80,7 +80,7 @@ class PowerOfChoice(SizedSampler):
         return draw(masses(ctx, "samples"), d, ctx.rng("candidates")).sort().values
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
-        """Compute F_k at the global model."""
+        """Compute the loss F_k of the global model."""
         if self.estimate == "loss":
             return work.loss(model)
         return work.loss(model, work.plan("power-of-choice", torch.ones(work.m, dtype=torch.long)).batch(0))
@@ -102,7 +102,7 @@ class PowerOfChoice(SizedSampler):
         return work.loss(model, work.last_batch())
 
     def learn(self, state: Losses, replies: Tensor, ctx: Ctx) -> Losses:
-        """Return the state with the losses of the cohort."""
+        """Return the state with the new losses of the cohort."""
         loss = state.loss.clone()
         loss[ctx.ids] = replies[:, 0].to(loss)
         return Losses(loss)

@@ -1,4 +1,4 @@
-"""Stateless samplers: uniform, Bernoulli, size-weighted, and in turn."""
+"""Samplers without a state: uniform, Bernoulli, size-weighted and round-robin."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from fedloom.local import Ctx, Nothing
 
 
 class Uniform(SizedSampler):
-    """A fixed number of clients, drawn uniformly without replacement (McMahan et al. 2017, Algorithm 1)."""
+    """Sampler that draws a fixed number of clients, uniformly without replacement (McMahan et al. 2017, Alg. 1)."""
 
     kind: ClassVar[str] = "uniform"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw m of n clients."""
+        """Draw m of the n clients."""
         m = self.size(ctx.n)
         return draw_distinct(ctx.n, m, ctx.rng("cohort")).sort().values, state
 
 
 class Bernoulli(Sampler):
-    """Includes every client independently with the same probability.
+    """Sampler that includes every client independently with the same probability.
 
-    An empty cohort is replaced by one client drawn uniformly.
+    If the cohort would be empty, one client is drawn uniformly.
     """
 
     kind: ClassVar[str] = "bernoulli"
     probability: float = Field(0.5, gt=0, le=1, description="probability that a client takes part in a round")
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw the clients, at least one."""
+        """Draw the clients, and one more if there are none."""
         g = ctx.rng("cohort")
         present = torch.rand(ctx.n, generator=g, dtype=torch.float64) < self.probability
         if not bool(present.any()):
@@ -42,14 +42,14 @@ class Bernoulli(Sampler):
 
 
 class SizeWeighted(SizedSampler):
-    """Clients drawn with probabilities p_i = n_i / n and averaged uniformly.
+    """Sampler that draws clients with probabilities p_i = n_i / n. The drawn clients have equal weight.
 
     References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2. X.
-    Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (with replacement: unbiased).
+    Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (unbiased, with replacement).
 
-    With replacement a client may be drawn more than once. The client then trains once, and its share of the mean is
-    multiplied by the number of draws. Sums that a method accumulates over rounds or stores per client, as FedDyn and
-    FLAME do, count the client once.
+    With replacement, a client may be drawn more than once. The client then trains once, and its share in the mean is
+    multiplied by the number of draws. In sums that a method accumulates over rounds or stores per client, as FedDyn and
+    FLAME do, the client is included once.
     """
 
     kind: ClassVar[str] = "size-weighted"
@@ -59,30 +59,30 @@ class SizeWeighted(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """True with replacement, because a client may then be drawn twice."""
+        """True with replacement, because a client may then be drawn more than once."""
         return self.replacement
 
     @property
     def by_samples(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def smallest(self, n: int) -> int | None:
-        """Return None with replacement, because a client may then be drawn twice."""
+        """Return None with replacement, because a client may then be drawn more than once."""
         return None if self.replacement else self.size(n)
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """m draws."""
+        """Draw m clients."""
         p, g = masses(ctx, "samples"), ctx.rng("cohort")
         return draw(p, self.size(ctx.n), g, replacement=self.replacement).sort().values, state
 
 
 class RoundRobin(SizedSampler):
-    """Draws clients in turn, by id, so that after n rounds all clients have trained equally often."""
+    """Sampler that takes clients in turn, in the order of their ids, so that all train equally often in n rounds."""
 
     kind: ClassVar[str] = "round-robin"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return the m clients that follow the previous round's clients."""
+        """Return the m clients that come after those of the previous round."""
         m = self.size(ctx.n)
         return ((torch.arange(m) + (ctx.round - 1) * m) % ctx.n).sort().values, state

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
+from fedloom.data.partitions._base import Partition, Sized
 from fedloom.data.partitions.deal import Dealt, group_by_owner
 from fedloom.data.partitions.groups import ByColumn, Clusters, Natural
 from fedloom.data.partitions.nested import PARTITIONS, FeatureNoise, LabelSwap, MixedSkew, Rotated
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.data.partitions.skew import Dirichlet, FemnistFedProx, Iid, QuantitySkew, Shards
 from fedloom.hints import RENAMED_VALUES
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, model_validator
 
-from fedloom.data.partitions._base import Draw, Partition, Pool
+from fedloom.data.partitions._base import Partition
 from fedloom.data.partitions.deal import Dealt, Ints, deal, even, group_by_owner
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
 from fedloom.hints import nearest
 from fedloom.seeds import numpy_generator

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedloom.data.partitions._base import Draw, Partition, Pool, Sized
+from fedloom.data.partitions._base import Partition, Sized
 from fedloom.data.partitions.deal import Dealt, Ints
 from fedloom.data.partitions.groups import ByColumn, Clusters, Natural
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.data.partitions.skew import Dirichlet, FemnistFedProx, Iid, QuantitySkew, Shards
 from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator

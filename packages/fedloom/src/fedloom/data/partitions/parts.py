@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,7 +78,7 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
     """Return a mask of the test samples in one stratified fold: samples in class order go to the folds in turn.
 
-    If a client has a single sample of a class, this sample is never tested.
+    If a client has a single sample of a class, this sample is never used for testing.
     """
     cell = owner * (int(label.max(initial=0)) + 1) + label
     by_class = sort_by_key(cell, np.argsort(order, kind="stable"))
@@ -86,50 +88,104 @@ def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, o
     return np.asarray((turn % folds == fold) & (count[inverse] > 1))
 
 
-def check_dealt(dealt: Dealt, test: Dealt | None, common: Ints | None, samples: int) -> None:
-    """Raise an error for invalid positions or offsets, and for test samples that the client also trains on.
+def check_draw(draw: Any, samples: int, classes: int) -> None:
+    """Raise an error for fields of a wrong type or shape, invalid positions, and test samples that a client trains on.
 
     Args:
-        dealt: samples of each client.
-        test: samples in each client's test part, if the partition chooses them.
-        common: samples of a common test set, if the partition chooses one.
+        draw: draw of a partition (see `fedloom.data.partitions.Draw`).
         samples: number of samples in the data set.
+        classes: number of classes in the data set.
 
     Raises:
         ValueError: the code of the partition returned invalid values. The message names the field.
     """
-    for name, lists in (("dealt", dealt), ("test", test)):
-        if lists is None:
-            continue
-        index, offsets = lists
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
-            raise ValueError(
-                f"{name}: offsets [n + 1] must increase from 0 to the {len(index)} entries of index, got {offsets}"
-            )
-        if len(index) and (index.min() < 0 or index.max() >= samples):
-            raise ValueError(
-                f"{name}: index must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}"
-            )
-    if common is not None:
-        strange = common[(common < 0) | (common >= samples)]
-        if len(strange):
-            raise ValueError(f"common: must be positions from 0 to {samples - 1}, got {strange[0]}")
-        if len(both := np.intersect1d(dealt.index, common)):
+    for name in ("dealt", "test") if draw.test is not None else ("dealt",):
+        _check_lists(name, getattr(draw, name), samples)
+    n = len(draw.dealt.offsets) - 1
+    if draw.common is not None:
+        _check_positions("common", draw.common, samples)
+        _check_distinct("common", draw.common, np.zeros_like(draw.common), samples)
+        if len(both := np.intersect1d(draw.dealt.index, draw.common)):
             raise ValueError(
                 f"{len(both)} samples of common also belong to a client (first: sample {both[0]}). "
                 "Leave these samples out of dealt"
             )
-    if test is None:
+    for name, (kinds, shape) in {
+        "noise": ("fiu", (n, None)), "anew": ("b", (n,)), "relabel": ("iu", (n, classes)),
+        "views": ("iu", (n, 2)), "groups": ("iu", (n,)),
+    }.items():  # fmt: skip
+        values = getattr(draw, name)
+        if values is not None and (
+            getattr(getattr(values, "dtype", None), "kind", "") not in (*kinds,)
+            or len(values.shape) != len(shape)
+            or any(want not in (None, got) for got, want in zip(values.shape, shape, strict=True))
+        ):
+            shown = ", ".join("c" if size is None else str(size) for size in shape)
+            what = {"f": "numbers", "b": "booleans", "i": "integers"}[kinds[0]]
+            raise ValueError(f"{name} must be a numpy array [{shown}] of {what}, got {_shown(values)}")
+    if draw.noise is not None and not (np.isfinite(draw.noise) & (draw.noise >= 0)).all():
+        raise ValueError("noise must be standard deviations of at least 0")
+    if draw.relabel is not None and not ((draw.relabel >= 0) & (draw.relabel < classes)).all():
+        raise ValueError(f"relabel must be classes from 0 to {classes - 1}")
+    names = draw.names
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError(f"names must be a tuple of texts that are not empty, got {names!r:.80}")
+    if names and not len(names) == len({*names}) == n:
+        raise ValueError(f"names must be {n} different names, one per client, got {names!r:.80}")
+    if not isinstance(draw.notes, tuple | list) or not all(isinstance(note, str) for note in draw.notes):
+        raise ValueError(f"notes must be a tuple of sentences, got {draw.notes!r:.80}")
+    if draw.test is None:
         return
-    n, tested = len(dealt.offsets) - 1, len(test.offsets) - 1
-    if tested != n:
+    if (tested := len(draw.test.offsets) - 1) != n:
         raise ValueError(
             f"test has {tested} clients, but dealt has {n}. Provide a test part for every client, which may be empty"
         )
-    trained, tests = (owners(lists) * samples + lists.index for lists in (dealt, test))
-    if len(both := np.intersect1d(trained, tests)):
-        client, sample = divmod(int(both[0]), samples)
+    both = np.flatnonzero(np.isin(draw.test.index, draw.dealt.index))
+    if len(both):
+        sample = int(draw.test.index[both[0]])
+        same = owners(draw.test)[both[0]] in owners(draw.dealt)[draw.dealt.index == sample]
         raise ValueError(
-            f"{len(both)} test samples are also training samples of the same client (first: sample "
-            f"{sample} of client {client}). Leave these samples out of dealt"
+            f"{len(both)} test samples are also training samples of {'the same' if same else 'another'} client "
+            f"(first: sample {sample} of client {owners(draw.test)[both[0]]}). Leave these samples out of dealt"
         )
+
+
+def _check_lists(name: str, lists: Any, samples: int) -> None:
+    """Raise if the samples of the clients are not valid positions, or if a client has a sample twice."""
+    if not isinstance(lists, Dealt):
+        raise ValueError(f"{name} must be fl.partitions.Dealt(index, offsets), got {_shown(lists)}")
+    index, offsets = lists
+    _check_positions(f"{name}: index", index, samples)
+    if not _holds_integers(offsets):
+        raise ValueError(f"{name}: offsets must be a numpy array [n + 1] of integers, got {_shown(offsets)}")
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
+        raise ValueError(
+            f"{name}: offsets [n + 1] must increase from 0 to the {len(index)} entries of index, got {offsets}"
+        )
+    _check_distinct(name, index, owners(lists), samples)
+
+
+def _check_positions(name: str, index: Any, samples: int) -> None:
+    """Raise if positions are not integers within the data set."""
+    if not _holds_integers(index):
+        raise ValueError(f"{name} must be a numpy array [k] of integers, got {_shown(index)}")
+    if len(index) and (index.min() < 0 or index.max() >= samples):
+        raise ValueError(f"{name} must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
+
+
+def _check_distinct(name: str, index: Ints, owner: Ints, samples: int) -> None:
+    """Raise if a client, or a common set, has a sample twice."""
+    values, counts = np.unique(owner * samples + index, return_counts=True)
+    if (counts > 1).any():
+        client, sample = divmod(int(values[counts > 1][0]), samples)
+        who = "" if name == "common" else f" at client {client}"
+        raise ValueError(f"{name} has {int((counts > 1).sum())} samples twice (first: sample {sample}{who})")
+
+
+def _holds_integers(values: Any) -> bool:
+    return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
+
+
+def _shown(values: Any) -> str:
+    kind = type(values).__name__
+    return f"{kind} of {values.dtype} {[*values.shape]}" if hasattr(values, "dtype") else kind

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fedloom.data.partitions._base import Draw, Pool, Sized
+from fedloom.data.partitions._base import Sized
 from fedloom.data.partitions.deal import (
     Dealt,
     Floats,
@@ -22,6 +22,7 @@ from fedloom.data.partitions.deal import (
     offsets_of,
     redraw,
 )
+from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
 from fedloom.seeds import numpy_generator
 

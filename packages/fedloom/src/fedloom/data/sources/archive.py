@@ -56,7 +56,7 @@ Wanted = Callable[[str], bool]
 
 
 class Entry(NamedTuple):
-    """File in an archive: its name (without .gz or .xz), its bytes, its location for messages, and its packed size."""
+    """File in an archive: name (without .gz or .xz), bytes, location as shown in messages, and packed size."""
 
     name: str
     stream: BinaryIO
@@ -207,8 +207,7 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
     Each stream must be read before the next entry is requested.
 
     Names are relative, use forward slashes, and do not end in .gz or .xz. Folders are read in the order of their file
-    names.
-    Archives (also those inside a folder) are read in the order in which their files are stored.
+    names. Archives (also those inside a folder) are read in the order in which their files are stored.
 
     Raises:
         DataError: `path` does not exist, an archive is damaged, or a declared size is implausible.

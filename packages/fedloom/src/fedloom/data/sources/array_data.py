@@ -76,7 +76,7 @@ def make_dataset(
         vocabulary: names of the tokens, or the number of tokens. If it is given, x contains tokens [N, length], with 0
             as padding at the end.
         original_dtype: numpy name of the original type of x. If empty, it is the type of x.
-        layout: "sequence" if x has the shape ``[N, time, features]``. None: "image".
+        layout: "sequence" if x has the shape ``[N, time, features]``. None for "image".
 
     Raises:
         DataError: shapes, types, lengths or values are invalid.
@@ -124,7 +124,7 @@ def make_dataset(
         kept = as_features(x, place)
         features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
         notes = tuple(_rounded(x, kept))
-    original_dtype = original_dtype or str(x.dtype)
+    original_dtype = original_dtype or x.dtype.name
     declared = bool(classes)
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)

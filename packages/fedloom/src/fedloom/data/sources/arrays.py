@@ -147,7 +147,7 @@ class Npz(_Arrays):
         users = owners[0] if owners else None
         split = headers[x_key].shape[0] if len(sides) == 2 else None
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        options |= {"original_dtype": str(headers[x_key].dtype), "layout": self.layout}
+        options |= {"original_dtype": headers[x_key].dtype.name, "layout": self.layout}
         data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         data = replace(data, design=design_of(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]

@@ -1,4 +1,4 @@
-"""LEAF data in JSON files, which contain samples grouped by user. This includes FEMNIST with its writers.
+"""LEAF data in JSON files, which contain samples grouped by user, including FEMNIST with samples grouped by writer.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """

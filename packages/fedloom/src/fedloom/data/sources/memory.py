@@ -16,8 +16,9 @@ from fedloom.data.sources._base import Source
 from fedloom.data.sources.array_data import make_dataset, noted
 from fedloom.data.sources.rereading import REREAD_SAMPLES, Rereading, steady
 from fedloom.data.sources.table.cells import Problems
+from fedloom.data.sources.table.conversion import read_table
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names, is_frame, is_hub
-from fedloom.data.sources.table.reading import TableSource, read_table
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
 from fedloom.data.tables import level
@@ -46,14 +47,13 @@ def as_dataset(
     """Convert objects in memory to a data set.
 
     Args:
-        obj: a `Dataset`, which is returned unchanged, or one of the following objects. Features ``[N, ...]`` as an
-            array or tensor. A tuple ``(x, y)``.
-            A dictionary with ``x`` and ``y`` (or another pair of names, such as ``data`` and ``target``), or with
-            ``train`` and ``test``, each of which contains such a pair. A torch `Dataset` or a list, whose samples are
-            tuples ``(features, target)`` or dictionaries with such a pair. If the transforms of a torch `Dataset`
-            change samples at random, the samples are read again for each training step. A Hugging Face `Dataset` or
-            `DatasetDict`. A pandas `DataFrame`, alone or with its targets. A pyarrow table, or a table that Arrow can
-            read (such as polars).
+        obj: a `Dataset`, which is returned unchanged, or one of the following objects: features ``[N, ...]`` as an
+            array or tensor, a tuple ``(x, y)``, a dictionary with ``x`` and ``y`` (or another pair of names, such as
+            ``data`` and ``target``), a dictionary with ``train`` and ``test``, each of which contains such a pair, a
+            torch `Dataset` or a list whose samples are tuples ``(features, target)`` or dictionaries with such a pair,
+            a Hugging Face `Dataset` or `DatasetDict`, a pandas `DataFrame` (alone or with its targets), a pyarrow
+            table, or another table that Arrow can read (such as a polars table). If the transforms of a torch `Dataset`
+            change samples at random, the samples are read again for each training step.
         target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if `obj` contains only features. It may
             also be the name of the target column. None for a column ``label``, ``labels``, ``fine_label``, ``target``
             or ``y``, or for the last column of a table without such a column.
@@ -169,7 +169,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
                 "Rename one of the two"
             )
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
-    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int))):
+    if target is not None and not labels and (np.ndim(target) or not isinstance(target, (str, int, np.integer))):
         shown = f"{type(target).__name__} {np.shape(target)}" if np.ndim(target) else repr(target)
         raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)

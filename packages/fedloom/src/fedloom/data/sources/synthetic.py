@@ -24,9 +24,9 @@ class Synthetic(Source):
 
     User k has n_k = int(lognormal(4, 2)) + 50 samples x ~ N(mean_k, diag(j^-1.2)) with labels y = argmax(W_k x + b_k).
     The entries of mean_k are drawn from N(B_k, 1), and those of W_k and b_k from N(u_k, 1), where u_k ~ N(0, alpha) and
-    B_k ~ N(0, beta). Users also differ for (alpha, beta)
-    = (0, 0). In the iid variant, all users share one W, b ~ N(0, 1) and the mean 0. The last tenth of each user's
-    samples is its official test part. pFedMe's variant uses users = 100, factor = 5, test = 0.25.
+    B_k ~ N(0, beta). Users also differ for (alpha, beta) = (0, 0). In the iid variant, all users share one W, b ~ N(0,
+    1) and the mean 0. The last tenth of each user's samples is its official test part. pFedMe's variant uses users =
+    100, factor = 5, test = 0.25.
     """
 
     alpha: float = Field(default=0.0, ge=0, description="difference between the models (FedProx: 0, 0.5, 1)")

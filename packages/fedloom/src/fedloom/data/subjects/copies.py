@@ -10,6 +10,13 @@ from fedloom.data.subjects.design import Design, Ints
 
 NEIGHBOR_COUNT = 10
 """Number of nearest neighbors of a row that are compared to tell a near-duplicate from a dense region."""
+OUTER_LOG_MEAN = float(
+    np.mean(
+        [sum(1 / i for i in range(j, NEIGHBOR_COUNT)) for j in range(2 + (NEIGHBOR_COUNT - 2) // 2, NEIGHBOR_COUNT)]
+    )
+)
+"""Expected log of the ratio between the distance of the last neighbor and a distance in the outer half of the others,
+times the dimension of the points."""
 CLOSENESS_LEVEL = 1e-3
 """Probability that a row's nearest neighbor would be as close by chance, if all rows came from the same distribution. A
 note is added if such rows are 50 times as frequent."""
@@ -54,8 +61,9 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
     apart = sound & (inner[:, 0] > 0)
     if not apart.any():
         return 0
-    logs = np.log(last[apart, None] / inner[apart])
-    dimension = min(points.shape[1], 1 / max(float(np.median(logs.mean(1))), 1e-9))
+    outer = inner[:, len(inner[0]) // 2 :]  # the nearer ones may be further copies
+    logs = np.log(last[apart, None] / outer[apart])
+    dimension = min(points.shape[1], OUTER_LOG_MEAN / max(float(np.median(logs.mean(1))), 1e-9))
     ratio = (first[sound] / last[sound]) ** dimension
     close = 1 - (1 - ratio) ** (NEIGHBOR_COUNT - 1) < CLOSENESS_LEVEL
     if units is not None:
@@ -86,8 +94,8 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
     """Return the number of images that seem to be modified copies of others, or 0 if this could be due to chance.
 
     Mirroring, quarter turns, shifts and contrast are recognized because they do not change the spectrum. Noise is
-    recognized because it does not change the thumbnail.
-    Other rotations and crops of a small part are not recognized, because they change both.
+    recognized because it does not change the thumbnail. Other rotations and crops of a small part are not recognized,
+    because they change both.
 
     Args:
         images: images ``[N, C, H, W]``.

@@ -21,7 +21,7 @@ class Quota(NamedTuple):
     Attributes:
         test: fraction of the samples in the test part, which may be 0.
         validation: fraction of the samples in the validation part, which may be 0.
-        keep: maximum number of training samples per client (or of subjects, if they are known). None: all.
+        keep: maximum number of training samples per client (or of subjects, if they are known). None to keep all.
         folds: number of cross-validation folds, which are used instead of `test`.
         fold: index of the fold that is the test part.
     """

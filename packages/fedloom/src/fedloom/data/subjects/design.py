@@ -33,8 +33,7 @@ class Design:
         order: time of each row ``[N]`` (float64), which is a number, or seconds since 1970 for a date. None if it is
             unknown.
         strata: code of the stratum of each row ``[N]`` (int64). Splits and folds preserve the proportions of the
-            strata.
-            None if there are none.
+            strata. None if there are none.
         held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if partitions choose the test parts.
         names: columns from which these values were read, keyed by option, such as ``{"subject": "patient_id"}``.
     """

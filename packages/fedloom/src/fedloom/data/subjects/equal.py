@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.copies import MOST_COMPARED_BYTES
 from fedloom.data.subjects.design import Ints
 from fedloom.data.tables import Table
+from fedloom.errors import Note
 from fedloom.formats import shorten_list
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Digests(NamedTuple):
     """Digests of samples, which are equal if both samples and targets are equal.
 
     Attributes:
-        values: ``[N]``.
+        values: digest of each sample ``[N]``.
         chance: probability that two samples are equal by chance. For a table, this is the product over its columns, as
             if they were independent. For other samples, it is 0.
         fine: True if a column has so many distinct values that dependence between columns cannot explain identical
@@ -50,6 +51,8 @@ def digests_of(data: Dataset) -> Digests:
     if data.x.ndim == 2 and not data.vocabulary:
         chance = 1.0
         for column in (*flat.T, *targets.T):
+            if numbers_rows(column):
+                continue
             codes, rows = np.unique(column, return_inverse=True, return_counts=True)[1:]
             chance *= float(((rows / len(data)) ** 2).sum())
             fine = fine or len(rows) >= FINE_SHARE * len(data)
@@ -64,6 +67,11 @@ def digests_of(data: Dataset) -> Digests:
     for column in targets.T:
         digest = _mixed(digest, np.ascontiguousarray(column).view(np.uint64))
     return Digests(digest, 0.0, fine=True)
+
+
+def numbers_rows(column: NDArray[Any]) -> bool:
+    """Return True if a column has a different integer in every row, which cannot tell copies of a sample apart."""
+    return bool((column == np.floor(column)).all()) and len(np.unique(column)) == len(column)
 
 
 def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -150,8 +158,9 @@ def _notes(digests: Digests, held: Mapping[str, Ints]) -> Iterator[str]:
         limit = CHANCE_RATIO * chance if digests.fine else CHANCE_RATIO**2 * max(chance, 1)
         if twice.sum() >= LEAST_EQUAL_ROWS and pairs > limit:
             where = " or ".join(f"the {other} part" for other in names[:k])
-            yield (
+            yield Note.create(
                 f"{int(twice.sum()):,} of {len(rows):,} rows of the {name} part are exact copies of "
                 f"rows of {where}, so scores are too good. Leave copies out, or name the column of "
-                "the patient or person of a row in subject"
+                "the patient or person of a row in subject",
+                "parts-share-rows",
             )

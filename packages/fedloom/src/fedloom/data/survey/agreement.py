@@ -230,7 +230,7 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """Return the agreement from its path, from its keys, or unchanged if it already is one, or None for None.
+    """Return the agreement that is given by a path, by its keys, or as an object, or None if none is given.
 
     Raises:
         ConfigError: the agreement cannot be read.

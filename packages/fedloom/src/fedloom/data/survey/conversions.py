@@ -64,14 +64,17 @@ KNOWN_CONVERSIONS = (
     Conversion(1e6, "a step of a million, as g to ug", None),
 )  # fmt: skip
 NAMED_TOLERANCE = 1.3
-"""Maximum factor between a ratio of medians and a conversion factor for the column's units that is accepted as a match.
+"""Maximum factor by which a ratio of medians may differ from a conversion factor of the column's units to match it.
 
 The patients at two sites differ, too: in five generated hospitals, the ratio of medians of glucose and creatinine was
 0.9 to 1.2 times the conversion factor. The next conversion factor for the same column is farther away.
 """
 STEP_TOLERANCE = 1.15
-"""Maximum factor of the same kind for powers of ten, which apply to any column. Together, the four powers match 8 % of
-the ratios from 2 to 2 million on a logarithmic scale, so differences without a change of units rarely match."""
+"""Maximum factor by which a ratio of medians may differ from a power of ten to match it, in any column.
+
+Together, the four powers match 8 % of the ratios from 2 to 2 million on a logarithmic scale, so differences without a
+change of units rarely match.
+"""
 TEMPERATURE_PATTERN = re.compile(r"temp|fever|fieber|t(°|_)?[cf]$", re.IGNORECASE)
 
 

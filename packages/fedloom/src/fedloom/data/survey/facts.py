@@ -76,7 +76,10 @@ MOST_ALONE = 0.9
 """Maximum ratio of distinct patients to rows for which patients are considered to have several rows. If the ratio is
 larger, the few repeated rows are considered duplicates."""
 MAX_INDEX_SPARSITY = 20
-"""Maximum number of rows in the original table per row that is left, for an index of the rows."""
+"""Maximum ratio of the largest number in a column to the number of rows at which the column may number the rows.
+
+The ratio is larger than 1 if rows of the original table have been removed.
+"""
 IN_STEP = 0.8
 """Minimum fraction of rows whose number is the previous number plus one, for row numbers from several joined files."""
 MAX_UNITS = 3

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.subjects.copies import near_copies
+from fedloom.data.subjects.equal import numbers_rows
 from fedloom.data.survey.facts import (
     ID_NAME_PATTERN,
     LEVELS_TOO,
@@ -39,6 +40,10 @@ It is larger than 1 because columns that depend on each other lead to more ident
 """
 MIN_COPIES = 3
 """Minimum number of identical rows for a note."""
+MAX_TIED_SHARE = 0.05
+"""Maximum share of rows with the same number in a column whose distances are used to find copies with noise."""
+MIN_NAMING_SHARE = 0.9
+"""Minimum number of different texts per row from which on a column of text identifies rows."""
 MIN_DISTINCT_SHARE = 0.2
 """Minimum number of distinct values per row for which a column is considered to distinguish rows."""
 NEAR_COPIES_NOTE = (
@@ -51,7 +56,7 @@ MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
 """Number up to which all integers are exact in double precision."""
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
-"""Names, in lower case, of the class of rows without the outcome."""
+"""Common names, in lower case, of a class that consists of the rows without the outcome."""
 
 Floats = NDArray[np.float64]
 
@@ -65,7 +70,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
         if row_number(name, column.values):
             return "numbers the rows"
         whole = column.values[~np.isnan(column.values)]
-        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e6:
+        if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e3:
             return ""  # no number by which a person is reached
         levels, counts = np.unique(whole, return_counts=True)
         return personal(name, dict(zip((f"{v:.0f}" for v in levels), counts.tolist(), strict=True)), len(whole))
@@ -152,6 +157,11 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
             yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, name it in drop"
         elif ID_NAME_PATTERN.search(name):
             yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
+    elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
+        yield (
+            f"column {name!r} has {len(levels):,} different texts in {count:,} rows, so its levels name rows. "
+            "Name it in drop, or group its levels"
+        )
 
 
 def _are_days(levels: Floats) -> bool:
@@ -208,6 +218,7 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
     """Yield a note on rows that are identical in all columns, if there are more than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
+    columns = {name: column for name, column in columns.items() if not numbers_rows(column.values)}
     for column in columns.values():
         bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
         digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)
@@ -230,6 +241,12 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
 
 def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None) -> Iterator[str]:
     """Yield a note on rows that are much closer to each other than to other rows, such as augmented copies."""
-    fine = [v for v in numbers if not np.isnan(v).any() and len(np.unique(v)) >= 0.5 * len(v) and v.std() > 0][:8]
+    fine = [v for v in numbers if not np.isnan(v).any() and _is_fine(v) and not numbers_rows(v)][:8]
     if len(fine) > 1 and (close := near_copies(np.stack([(v - v.mean()) / v.std() for v in fine], 1), units)):
         yield NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(fine[0]):,} rows")
+
+
+def _is_fine(values: Floats) -> bool:
+    """Return True if few rows share a number, such as a zero or a limit of detection, which makes them close."""
+    each = np.unique(values, return_counts=True)[1]
+    return len(each) >= 0.5 * len(values) and int(each.max()) <= max(MIN_COPIES, MAX_TIED_SHARE * len(values))

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
 
 LEAK_SHARE = 0.995
-"""AUROC or R2 from which on a single column is considered to leak the target, as facts that are recorded afterwards
-do."""
+"""Minimum AUROC or R2 at which a single column is considered to leak the target, like a fact that was recorded after
+it."""
 LEAST_CLIENT_ROWS = 20
 """Minimum number of rows at a client for a comparison of missing cells with classes."""
 MAX_CHECKED_CLIENTS = 50

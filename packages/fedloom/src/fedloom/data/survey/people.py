@@ -19,6 +19,8 @@ average."""
 MIN_REPEATED_CELLS = 20
 """Minimum number of distinct cells for checking a column although its cells repeat, as for patients with several
 visits."""
+MIN_NAMES = 3
+"""Smallest number of different given names in a column of names. Two may be the names of two groups."""
 MIN_GIVEN_NAME_SHARE = 0.3
 """Minimum fraction of distinct cells that contain a given name. The value was chosen so that columns of names reach it
 although rare names are not listed, while columns of places and products contain few given names."""
@@ -44,15 +46,20 @@ POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person
 """Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
-    "mobilenumber cellphone handy handynummer fax whatsapp puhelin телефон 电话 電話",
+    "mobilenumber cellphone handy handynummer fax whatsapp puhelin contact contactnumber kontakt kontaktnummer "
+    "rufnummer contacto contatto celular cellulare телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
-    "indirizzo endereco calle rue adress adresa postcode postalcode zipcode plz codepostal адрес 地址 住所",
-    "insurance or identity numbers": "ssn socialsecuritynumber socialsecurityno insurancenumber insuranceid "
+    "indirizzo endereco calle rue adress adresa адрес 地址 住所",
+    "postal codes": "postcode postalcode zip zipcode plz postleitzahl codepostal codigopostal codicepostale postnummer "
+    "postinumero індекс 邮编 郵便番号",
+    "insurance or identity numbers": "ssn socialsecurity socialsecuritynumber socialsecurityno sin nino nric cnic cnp "
+    "egn oib jmbg insurancenumber insuranceid "
     "insuranceno healthcardnumber medicarenumber medicareid medicalrecordnumber "
     "nhsnumber nhsno nhs chinumber nationalid versicherungsnummer versichertennummer versichertennr versnr "
     "krankenversicherungsnummer kvnr nir numerosecuritesociale cpf curp dni codicefiscale bsn pesel personnummer "
-    "henkilotunnus ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
+    "henkilotunnus fodselsnummer sozialversicherungsnummer svnummer rodnecislo tckimlik mynumber "
+    "ahvnummer ahvnr aadhaar iban bic kontonummer accountnumber accountno creditcard creditcardnumber "
     "passport passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс "
     "身份证",
 }
@@ -74,17 +81,27 @@ GIVEN_NAMES = words(
     "maria carmen ana isabel lucia elena giuseppe giovanni marco francesco luca giulia paolo joao piotr tomasz "
     "katarzyna agnieszka ivan sergei dmitri olga natalia иван сергей александр пётр дмитрий анна мария елена ольга "
     "mohammed mohamed muhammad ahmed ali fatima aisha hassan omar محمد أحمد علي فاطمة حسن priya rahul amit wei li ming "
-    "hiroshi yuki kenji mehmet ayşe mustafa"
+    "hiroshi yuki kenji mehmet ayşe mustafa "
+    "anke bernd heiko holger torsten thorsten silke ralf detlef ines katrin kerstin sigrid gudrun jörg dirk anja tanja "
+    "lukas leon finn emil mia lina lea jonas felix julia lisa sophie marc luc camille chloe hugo louis sofia aurora "
+    "alessandro chiara matteo davide elif emre zeynep murat burak cem selin hülya fatma orhan stanisław małgorzata "
+    "krystyna wojciech jerzy zbigniew magdalena jakub petr pavel jana tomas lucie ondrej zoltan laszlo eva katalin "
+    "bogdan mihai andrei ioana nikos giorgos eleni dimitris γιώργος μαρία νίκος ελένη δημήτρης yusuf ibrahim khadija "
+    "mariam khalid layla يوسف مريم خالد ليلى david moshe sarah rachel yosef דוד שרה משה רחל יוסף "
+    "anil sunil sunita deepak pooja sanjay lakshmi thabo sipho lerato nomsa amara kwame "
+    "chidi ngozi adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid "
+    "mikael anders björn johan emma noah liam mason ethan"
 )
 """Common given names, in lower case. Only a fraction of a column's cells must contain one (`MIN_GIVEN_NAME_SHARE`)."""
 TITLE_PATTERN = re.compile(
     r"(?i:dra?|prof|mrs?|ms|miss|herr|frau|mme|mlle|sra?|srta|dott(\.?ssa)?|pani?|hr|fr)\b\.?,?\s*"
-    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*"
+    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*|[^\W\d_a-z][^\d,]*,\s*(M\.?D|R\.?N|D\.?O|Ph\.?D|N\.?P)\.?"
 )
-"""Pattern of a person's name after a title."""
+"""Pattern of a person's name with a title."""
 LONE_NAME_COLUMNS = words(
     "first last given family nom 氏 名 姓 mother father parent spouse partner guardian doctor physician nurse surgeon "
-    "consultant gp arzt hausarzt medecin mutter vater"
+    "consultant attending referrer prescriber therapist midwife gp arzt hausarzt zuweiser chirurg medico medecin "
+    "infirmier enfermera mutter vater врач 医生 医師"
 )
 """Names of columns that hold people's names, provided that every cell consists of capitalized words."""
 LONE_NAME_PATTERN = re.compile(r"([^\W\d_a-z]([^\W\d_]|[.'\u2019\-])+[ ,]*){1,4}")
@@ -121,8 +138,8 @@ FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
 """Pattern of a street and a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Minimum number of distinct texts after removal of digits, per text, for which texts with numbers may be addresses and
-not sizes or labels."""
+"""Minimum fraction of texts that remain distinct when digits are removed, at which texts with numbers may be addresses
+and not sizes or labels."""
 MIN_SENTENCE_WORDS = 4
 """Minimum number of words for which a cell is considered a sentence and not the name of a level."""
 
@@ -145,7 +162,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         cells: number of rows for each distinct cell that is not missing.
         rows: number of rows whose cell is not missing.
     """
-    texts = [cell.strip() for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
+    texts = [_letters(cell.strip()) for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
         return ""
     plain, parts = plain_name(name), name_words(name)
@@ -157,10 +174,11 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return ""
     if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
-    if text and len(texts) >= MIN_PATTERN_CELLS and (kind := _find_names(texts)):
+    lone = bool(parts & LONE_NAME_COLUMNS) or plain in POSSIBLE_NAME_WORDS
+    if text and len(texts) >= (MIN_NAMES if lone else MIN_PATTERN_CELLS) and (kind := _find_names(texts)):
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
-    many = mostly or len(cells) >= (MIN_PATTERN_CELLS if parts & LONE_NAME_COLUMNS else MIN_REPEATED_CELLS)
+    many = mostly or len(cells) >= (MIN_PATTERN_CELLS if lone else MIN_REPEATED_CELLS)
     for what, listed in CONTACT_WORDS.items():
         if many and parts & {*listed.split()} and _reaches(what, texts, text):
             return what
@@ -169,7 +187,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
             return "addresses of the web"
         if _share(IDENTITY_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "phone or identity numbers"
-        if parts & LONE_NAME_COLUMNS and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        if lone and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "names of people"
         if sum(bool(STREET_PATTERN.fullmatch(t) and STREET_WORD_PATTERN.search(t)) for t in texts) >= (
             MIN_PATTERN_SHARE * len(texts)
@@ -220,7 +238,12 @@ def _find_names(texts: list[str]) -> str:
         return "names of people"
     short = [{*re.findall(r"[^\W\d_]+", t.casefold())} for t in texts if len(t.split()) <= MIN_SENTENCE_WORDS]
     named = sum(bool(each & GIVEN_NAMES) for each in short)
-    return "names of people" if named >= max(MIN_GIVEN_NAME_SHARE * len(texts), 3) else ""
+    return "names of people" if named >= max(MIN_GIVEN_NAME_SHARE * len(texts), MIN_NAMES) else ""
+
+
+def _letters(text: str) -> str:
+    """Return a text without the marks that follow letters, which patterns of letters do not match."""
+    return "".join(c for c in unicodedata.normalize("NFKC", text) if not unicodedata.category(c).startswith("M"))
 
 
 def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
@@ -237,9 +260,13 @@ def _vary(texts: list[str]) -> bool:
 
 
 def _reaches(what: str, texts: list[str], text: bool) -> bool:
-    """Return True if the cells fit the meaning of the column's name, unlike a column of yes and no, or of counts."""
+    """Return True if the cells may contain what the column's name suggests, unlike cells with yes and no or counts."""
     if what == "addresses":
         return text
+    if what == "postal codes":
+        return sum(3 <= sum(c.isdigit() for c in t) <= 9 and len(t) <= 10 for t in texts) >= MIN_PATTERN_SHARE * len(
+            texts
+        )
     if what == "email addresses":
         return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
     return sum(

@@ -88,7 +88,7 @@ class Computed(NamedTuple):
     Attributes:
         down: download of the clients.
         output: messages and new states of the clients.
-        counts: work and traffic ``[m, 7]`` (see `COUNTS`).
+        counts: work and traffic ``[m, 7]`` (see `CLIENT_COUNTS`).
     """
 
     down: Fields
@@ -307,7 +307,10 @@ def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
 
 
 def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
-    """Return the cost ``[m, 7]`` of a query (see `COUNTS`): model down, answer ``[m, k]`` up, and ``work [m, 3]``."""
+    """Return the cost ``[m, 7]`` of a query, in the order of `CLIENT_COUNTS`.
+
+    The cost consists of the download of the model, the upload of the answer ``[m, k]``, and the ``work [m, 3]``.
+    """
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
 

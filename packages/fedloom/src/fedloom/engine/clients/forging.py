@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fedloom.algorithms._messages import replace_model
@@ -23,7 +25,7 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     """Return the attackers' downloads and their forged uploads.
 
     The attack produces models, and the method encodes these models (`Algorithm.encode`), so that a forged model has the
-    same effect on the server in whatever form the method sends models.
+    same effect on the server, no matter in which form the method sends models.
 
     Args:
         job: the run as the server knows it.
@@ -45,9 +47,10 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
     received = job.algorithm.received(inputs.down, trained).expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with attribute_error("attack", job.setting.attack, f"round {task.round}"):
-        models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
-        if models.shape != absolute.shape:
-            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")
+        models: Any = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
+        if not isinstance(models, Tensor) or models.shape != absolute.shape or not models.is_floating_point():
+            got = f"{models.dtype} {[*models.shape]}" if hasattr(models, "dtype") else type(models).__name__
+            raise ValueError(f"forge must return models {[*absolute.shape]} as a tensor of floats, got {got}")
     upload, rows = encoded(job, inputs, models, idle)
     return inputs.down, output_of(job, inputs, upload, rows)
 

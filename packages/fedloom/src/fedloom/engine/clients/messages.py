@@ -121,7 +121,7 @@ class Messages:
         return self._letter("up", values | dict(answers or {}), {})
 
     def vector(self, name: str, value: Tensor) -> Letter:
-        """Return a message that contains a single field of any other kind."""
+        """Return a message with a single field, for messages that are neither downloads nor uploads."""
         return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
 
     def is_exact(self, field: str) -> bool:
@@ -157,7 +157,7 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
 
     def absolute(self, up: Fields, base: Tensor) -> Fields:
-        """Invert `change`."""
+        """Return the upload from which `change` subtracted ``base``."""
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,15 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
     for i in attackers.tolist():
         index = fed.indices("train", i)
         labels = y[index].cpu()
-        wrong = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        with attribute_error("attack", attack, "poison"):
+            wrong: Any = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+            if not isinstance(wrong, Tensor) or wrong.dtype != torch.int64 or wrong.shape != labels.shape:
+                got = f"{wrong.dtype} {[*wrong.shape]}" if hasattr(wrong, "dtype") else type(wrong).__name__
+                raise ValueError(f"poison must return a tensor {[*labels.shape]} of torch.int64, got {got}")
+            if len(wrong) and (int(wrong.min()) < 0 or int(wrong.max()) >= classes):
+                raise ValueError(
+                    f"labels must be from 0 to {classes - 1}, got {int(wrong.min())} to {int(wrong.max())}"
+                )
         y[index] = torch.where(labels < 0, labels, wrong).to(y.device)
     return replace(fed, data=replace(fed.data, y=y))
 

@@ -34,7 +34,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 
     A client uses its personal model unless the global model is strictly better on its part ``select_on``. If this part
     is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal model are not
-    finite, the client uses the global model. `fedloom.metrics.ROLES` defines which metric is compared.
+    finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines which metric is compared.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
@@ -202,7 +202,7 @@ def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
     """Compute the outputs of "global" or "personal" models on the test parts of the evaluated clients.
 
-    These are the same outputs that `scores_of` evaluates.
+    These are the same outputs that `fedloom.engine.scoring.scores_of` evaluates.
     """
     if kind == "personal":
         t = max(state.round, 1)

@@ -7,6 +7,7 @@ Each kind of field defines what a chunk of clients contributes (``partial``), ho
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -299,9 +300,9 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients with the aggregator, which decides by the primary field (or else the first).
+        """Combine the rows of some clients with the aggregator, and return the results and the aggregator's new state.
 
-        Also return the new state of the aggregator.
+        A selection rule chooses rows by the primary field, or by the first field if there is no primary field.
         """
         job = self.job
         assert job.setting.aggregator is not None
@@ -312,7 +313,7 @@ class Uploads:
             with attribute_error("aggregator", job.setting.aggregator, f"round {ctx.round}"):
                 deciding = job.ctx(ctx.round, ids)
                 combined, aggregator = job.setting.aggregator.apply(state, rows, weights, primary, deciding)
-                _check_combined(combined, rows)
+                _check_combined(combined, aggregator, rows)
         except ConfigError as error:
             raise RunStopped(Stop.UNUSABLE, f"round {ctx.round}: {error}", self.events(ctx.round)) from error
         return combined, aggregator
@@ -328,10 +329,18 @@ def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tupl
     return weights, weigher
 
 
-def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> None:
-    """Raise an error unless the aggregator returned one vector per field."""
+def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> None:
+    """Raise an error unless the aggregator returned one vector of floats per field, and a state of tensors."""
+    for what, values in (("the aggregates", combined), ("the state", state)):
+        if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
+            kinds = (
+                {k: type(v).__name__ for k, v in values.items()} if isinstance(values, dict) else type(values).__name__
+            )
+            raise ValueError(f"{what} must be a dictionary of tensors, got {kinds}")
     wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
     got = {name: [*value.shape] for name, value in combined.items()}
+    if odd := [name for name, value in combined.items() if not value.is_floating_point()]:
+        raise ValueError(f"the aggregate of {odd[0]} must be floats, got {combined[odd[0]].dtype}")
     if got != wanted:
         raise ValueError(f"it must return one vector of every field, with the shapes {wanted}, got {got}")
 

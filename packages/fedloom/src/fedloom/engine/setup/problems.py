@@ -25,7 +25,8 @@ class LocalProblems(NamedTuple):
         oracle: object that computes losses and gradients.
         ctx: context of all clients, which includes their weights.
         x0: initial model ``[d]``.
-        spent: work and traffic ``[7]`` for computing the weights (see `COUNTS`). None if the weights cost nothing.
+        spent: work and traffic ``[7]`` for computing the weights (see `CLIENT_COUNTS`). None if the weights cost
+            nothing.
     """
 
     oracle: Network

@@ -46,8 +46,8 @@ CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLU
 
 Event = tuple[float, int, int, int, int, float, float, bool]
 """Event in which a client replies or is given up. It consists of its time, the serial number of the dispatch, the
-client, its flight and its position in the flight, the time of the dispatch, the busy time in seconds, and True if the
-client is given up. Events are sorted by time and then by serial number."""
+client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in seconds,
+and True if the client is given up. Events are sorted by time and then by serial number."""
 
 
 class Flight(NamedTuple):
@@ -71,7 +71,7 @@ class Flight(NamedTuple):
 
     @classmethod
     def create(cls, version: int, ids: Tensor, times: Tensor, fields: dict[str, Tensor]) -> Flight:
-        """Return the flight of a chunk whose clients are all still under way."""
+        """Return the `Flight` of a chunk whose clients are all still under way."""
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
@@ -100,7 +100,7 @@ def flatten_results(computed: Computed) -> dict[str, Tensor]:
 
 
 Piece = tuple[Flight, Ids]
-"""A flight, and the positions of those of its clients whose uploads arrive."""
+"""`Flight`, and the positions of those of its clients whose uploads arrive."""
 
 
 def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:

@@ -1,7 +1,7 @@
 """Asynchronous schedules at real sites, which send uploads at any time (see `fedloom.engine.virtual.stream`).
 
-While a site trains, its event has no end time, and its flight contains the download, from which a restarted server can
-send the same message again.
+While a site trains, its `Event` has no end time, and its `Flight` contains the download, from which a restarted server
+can send the same message again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RealVersion(Version):
         self._serial += 1
 
     def _ask(self, event: Event) -> None:
-        """Send a client the download that its flight contains."""
+        """Send a client the download that its `Flight` contains."""
         flight = self._flights[event[FLIGHT_INDEX]]
         server = self._state.server if flight.version == self._state.round else None
         self._clients.ask_to_train(event[CLIENT_INDEX], flight.version + 1, self._read_downloads(flight), server)

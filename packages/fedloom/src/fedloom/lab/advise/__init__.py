@@ -1,4 +1,4 @@
-"""Advice: a race between a small portfolio of methods on validation data, before the main budget is spent."""
+"""Advice: a small portfolio of methods competes on validation data before the main budget is spent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""advise: which method to use, with which settings, for clients passed in Python."""
+"""advise: advise which method and settings to use for clients that are given in Python."""
 
 from __future__ import annotations
 
@@ -40,32 +40,34 @@ def advise(
     name: str = "advice",
     **choices: Unpack[Choices],
 ) -> Advice:
-    """Race a small portfolio of methods and return advice on the method to use for these clients.
+    """Let a small portfolio of methods compete on the given clients, and return advice on which method to use.
 
-    The race reads only training and validation data. The reported gains come from validation data that the race did not
-    use.
+    The race uses only training and validation data. The reported gains are measured on validation data that the race
+    did not use.
 
     Args:
         data: a federation, a data set, the name of a data set, arrays or clients, as in `fedloom.compare`.
-        model: model, as in `fedloom.simulate`. Softmax when None.
-        partition: how a data set is split among clients.
-        budget: number of gradients for the race, measured in runs of FedAvg with all ``rounds``.
-        margin: largest difference that does not matter, in the units of the metric (0.01 of an accuracy is one point).
-            None: no margin is stated.
-        tune: ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
-        folder: directory of the race, from which the same call resumes. None: a temporary directory.
+        model: model to train, as in `fedloom.simulate`. None: softmax regression.
+        partition: rule that splits a data set among clients.
+        budget: compute budget of the race, in units of the gradients of one FedAvg run with all ``rounds``.
+        margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
+            point of accuracy). None: no margin is stated.
+        tune: the keys ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
+        folder: directory of the race. The same call with the same folder resumes the race. None: a temporary directory
+            is used.
         join: True to share the race with other processes that make the same call with the same folder.
-        executor: engine that trains the runs, with ``submit(function, *arguments)``, as in `fedloom.compare`.
-        progress_bar: True to write a line after every comparison, on standard error.
-        name: name of the experiment that is written.
-        choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
-            ``seed`` is the seed of the split, and of each method's first run.
+        executor: executor that performs the runs, with a method ``submit(function, *arguments)``, as in
+            `fedloom.compare`.
+        progress_bar: True to write a line to standard error after every comparison.
+        name: name of the experiment that is written for the final comparison.
+        choices: other fields of `fedloom.Setting` that apply to all methods, such as ``rounds=50`` or ``local={"lr":
+            0.1}``. ``seed`` is the seed of the split and of each method's first run.
 
     Returns:
-        The answer. Its method ``lines`` returns the advice in words.
+        The advice. Its method ``lines`` returns the advice in sentences.
 
     Raises:
-        ConfigError: the values are impossible. Nothing has been run in that case.
+        ConfigError: a value is invalid. Nothing has been run in that case.
         DataError: the data cannot be converted to a data set.
         RunDirError: the folder belongs to a different race.
         RunStopped: the race was interrupted, or no method has a result.
@@ -111,4 +113,4 @@ def advise(
 
 
 def _be_silent(_line: str) -> None:
-    """Say nothing."""
+    """Ignore a line."""

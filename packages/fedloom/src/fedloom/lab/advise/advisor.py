@@ -1,4 +1,4 @@
-"""Advisor: a race in a directory, on any number of processes, from the experiment to the answer."""
+"""Advisor: run a race between methods in a directory, with any number of processes, and form the advice."""
 
 from __future__ import annotations
 
@@ -61,26 +61,27 @@ from fedloom.values import table
 
 RACE_FILE, LAPS_FOLDER = "race.toml", "laps"
 RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
-"""Names of the files and folders that belong to the directory of a race."""
+"""Names of the files and folders that a race creates in its directory."""
 
 
 IDENTITY_ARMS = 4
-"""Number of settings per method that identify a race. A race with a larger budget tries these settings and more."""
+"""Number of settings per method that identify a race when it is resumed. A race with a larger budget tries these
+settings and others."""
 
 LapKey = tuple[str, int, int]
-"""Label of a method, number of its arm, and seed."""
+"""Label of a method, index of one of its settings (arm), and seed."""
 
 
 class LapWork(NamedTuple):
-    """Lap together with its setting.
+    """Lap of a race, together with the setting and the rounds to train.
 
     Attributes:
         lap: the lap.
-        setting: setting of the whole run.
+        setting: setting of the whole run that the lap is part of.
         rounds: number of rounds of the whole run.
-        end: last round of the lap.
-        unit: unit of work, with the location of the result.
-        before: last round of the arm's previous lap with this seed. None if there is no such lap.
+        end: round at which the lap ends.
+        unit: unit of work, with the path at which the result is published.
+        before: round at which the previous lap of the same candidate and seed ended. None if this is the first lap.
     """
 
     lap: Lap
@@ -97,7 +98,7 @@ class LapWork(NamedTuple):
 
 
 TrainLaps = Callable[[Sequence[LapWork]], list[LapResult]]
-"""Function that trains the missing laps and returns all results in order."""
+"""Function that trains the missing laps and returns the results of all laps in order."""
 
 
 def _key(lap: Lap) -> LapKey:
@@ -105,21 +106,23 @@ def _key(lap: Lap) -> LapKey:
 
 
 class Advisor:
-    """A race for the clients of an experiment.
+    """A race between methods on the clients of an experiment.
 
     Args:
-        document: content of the experiment file. Its methods are ignored.
-        where: name of the file, for messages.
+        document: content of the experiment file. The methods in the file are ignored.
+        where: name of the file, for error messages.
         out: directory of the race, created if it does not exist.
         data_dir: folder of data sets.
-        budget: number of gradients for the race, measured in runs of FedAvg with all rounds of the experiment.
-        margin: largest difference of the metric that does not matter. None: no margin is stated.
-        read: function that returns the experiment of a document.
-        methods: names of methods in the registry. None: the frozen portfolio. Local training and FedAvg always take
-            part.
+        budget: compute budget of the race, in units of the gradients of one FedAvg run with all rounds of the
+            experiment.
+        margin: largest difference of the metric that does not matter in practice. None: no margin is stated.
+        read: function that converts a document to an experiment.
+        methods: registered names of the methods that take part. None: the portfolio that is stored with the package.
+            Local training and FedAvg always take part.
 
     Raises:
-        ConfigError: the experiment cannot work, has no validation data, or its budget is too small. Nothing is written.
+        ConfigError: the experiment is invalid, has no validation data, or the budget is too small. Nothing is written
+            in that case.
         RunDirError: the directory belongs to a different race, or is not the directory of a race.
         DataError: the data cannot be read.
     """
@@ -167,12 +170,12 @@ class Advisor:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """Reason why a method of the portfolio cannot take part, by method name."""
+        """Reasons why methods of the portfolio cannot take part, keyed by method name."""
         return self._entries.left_out
 
     @property
     def plan(self) -> str:
-        """Sentence that describes the race."""
+        """Sentence that announces the methods, the number of settings and the budget of the race."""
         work = self._budget.samples
         return (
             f"{len(self._entries.labels)} methods ({', '.join(self._entries.labels)}), {self._count} settings each; "
@@ -186,17 +189,18 @@ class Advisor:
         join: bool = False,
         executor: Executor | None = None,
     ) -> Advice:
-        """Run the missing laps, write every file, and return the advice.
+        """Train the missing laps, write all files of the race, and return the advice.
 
         Args:
-            tell: function that receives a sentence after every comparison.
-            join: True to share the laps with other processes that join, on any machine that can access the directory.
-            executor: engine that trains the laps, with ``submit(function, *arguments)``.
+            tell: function that is called with a sentence after every comparison.
+            join: True to share the laps with other processes that join the race, on any machine that can access the
+                directory.
+            executor: executor that trains the laps, with a method ``submit(function, *arguments)``.
 
         Raises:
             ConfigError: the experiment cannot be sent to the workers of the executor.
-            RunStopped: the race was interrupted. Finished laps are kept.
-            CheckpointError: the disk is full or rejects a write. Finished laps are kept.
+            RunStopped: the race was interrupted. Completed laps are kept.
+            CheckpointError: the disk is full or refuses a write. Completed laps are kept.
         """
         if executor is not None:
             check_executor(executor)
@@ -226,10 +230,10 @@ class Advisor:
         return advice
 
     def _run_laps(self, laps: Sequence[Lap], train: TrainLaps) -> list[LapResult]:
-        """Train laps and return their results in order.
+        """Train laps and return their results in the same order.
 
-        The rounds of a method are planned with its first setting. If the rounds with another setting have a different
-        cost, its first lap is repeated with a different number of rounds.
+        The number of rounds of a method is planned with its first setting. If the rounds of another setting cost much
+        more or less, the first lap of that setting is repeated with an adjusted number of rounds.
         """
         results = train([self._work_of(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
@@ -256,7 +260,7 @@ class Advisor:
         return LapWork(lap, setting, whole, end, self._unit(lap, end), self._newest.get(_key(lap)))
 
     def _train_here(self, session: JoinedWork, works: Sequence[LapWork]) -> list[LapResult]:
-        """Train laps in processes on this machine, together with other processes that have joined."""
+        """Train laps in processes on this machine, and share them with other processes that have joined."""
 
         def do(k: int, claim: UnitClaim) -> None:
             work = works[k]
@@ -282,7 +286,7 @@ class Advisor:
     def _train_elsewhere(
         self, executor: Executor, luggage: Luggage, session: JoinedWork, works: Sequence[LapWork]
     ) -> list[LapResult]:
-        """Have an executor train laps."""
+        """Let an executor train the laps."""
         missing = [work for work in works if not work.is_done]
         units = list[str]()
         for work in missing:
@@ -315,13 +319,16 @@ class Advisor:
         return self._read(self._entries.document(dict.fromkeys(labels, rounds), arms), self._where)
 
     def _plan(self, arm: Arm) -> int:
-        """Return the number of rounds in an arm's full run: its method's, unless its own rounds have another cost."""
+        """Return the number of rounds in a full run of a candidate.
+
+        The number is that of the candidate's method, unless the rounds of the candidate differ in cost.
+        """
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 
     def _plan_methods(self) -> list[LapShares]:
-        """Find every method's number of rounds, with its first setting and the file's step size, and return the shares.
+        """Plan the number of rounds of every method, using its first setting, and return the cost of its laps.
 
-        The step size does not affect the cost of a round.
+        The step size of the file is used, because it does not affect the cost of a round.
         """
         shares = list[LapShares]()
         for label, (arm,) in self._entries.arms(1, self.seeds[0]).items():
@@ -341,7 +348,7 @@ class Advisor:
         return WorkUnit(name, self.out / LAPS_FOLDER / name)
 
     def _check_directory(self, *, joins: bool = False) -> None:
-        """Raise if the directory is not the directory of this race, with this budget or a smaller budget."""
+        """Raise an error unless the directory is unused or contains this race with the same or a smaller budget."""
         path = self.out / RACE_FILE
         if not is_unused(self.out) and not path.exists():
             raise RunDirError(f"{self.out} is not empty and contains no race (no {RACE_FILE}). Choose another --out")
@@ -373,7 +380,7 @@ class Advisor:
         make_folder(self.out / LAPS_FOLDER)
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything on which laps depend, as a file would contain it."""
+        """Return everything that the results of laps depend on, as a TOML document."""
         settings = self._experiment_of_share().settings()
         for free in ("name", "seeds", "evaluate"):
             settings.pop(free)
@@ -387,7 +394,7 @@ class Advisor:
         return tomllib.loads(tomli_w.dumps({**settings, "race": {**entries, "tried": arms}}))
 
     def _write(self, advice: Advice) -> None:
-        """Write the answer, and delete the checkpoints of laps."""
+        """Write the advice, and delete the checkpoints of the laps."""
         labels = list(dict.fromkeys([advice.method, *advice.references]))
         rounds = {label: self._plan(advice.arms[label]) for label in labels}
         head = self._entries.base.head

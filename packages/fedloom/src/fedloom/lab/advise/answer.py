@@ -1,4 +1,4 @@
-"""The answer of a race: the method and its settings, its gain, advice for every client, and its cost."""
+"""Answer of a race: the method and its settings, its gain, advice for every client, and its cost."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from fedloom.metrics import metric as facts
 from fedloom.storage.files import write_atomic
 
 ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
-"""Files of an answer: the experiment with the advised method, the answer for programs, and the advice for clients."""
+"""Files of an answer: the experiment with the advised method, the machine-readable answer, and advice by client."""
 MAX_LISTED_CLIENTS = 6
-"""Largest number of clients that a line lists."""
+"""Maximum number of clients that a line names."""
 
 
 class Verdict(StrEnum):
-    """Outcome of a race, in words."""
+    """Conclusion of a race, in words."""
 
     TOGETHER = "use this method"
     ALONE = "training alone is enough"
@@ -53,15 +53,16 @@ class Choice(StrEnum):
 
 
 class ClientAdvice(NamedTuple):
-    """Advice for one client.
+    """Advice for one client of a race.
 
     Attributes:
         name: name of the client.
-        choice: recommended course of action.
-        gain: predicted gain of the method over training alone, from the data of the race, above 0 if the method is
-            better.
-        estimate: mean gain on the client's kept validation data. NaN if the client has no kept data.
-        half: half width of the estimate's interval, over seeds. NaN with one seed.
+        choice: recommended action for the client.
+        gain: predicted gain of the method over training alone. The prediction is computed from the data of the race,
+            and is above 0 if the method is better.
+        estimate: mean gain on the validation data of the client that the race did not use. NaN if the client has no
+            such data.
+        half: half-width of the confidence interval of ``estimate`` over seeds. NaN if there is only one seed.
     """
 
     name: str
@@ -72,29 +73,31 @@ class ClientAdvice(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """The answer of a race.
+    """Answer of a race.
 
     Attributes:
-        verdict: the answer in words.
-        method: best federated method, which leads the race unless training alone leads.
-        arms: the chosen settings, by label.
-        metric: metric on which the decision is based.
-        gains: difference between the method and local training, and between the method and FedAvg, on validation data
-            that the race did not use, above 0 if the method is better. None if a run failed.
-        racing: methods that are still in the race, best first.
-        departures: for each method that left, the better method, the interim analysis (look) at which it left, and the
-            difference on the data of the race.
-        left_out: reason why a method did not take part.
-        more: number of additional gradients that would decide the race. None if no more are needed, or if even the
-            largest number of seeds would not decide.
-        needed: budget that includes these gradients, measured in runs of FedAvg. None without such a number.
+        verdict: conclusion of the race, in words.
+        method: best federated method. This method leads the race unless training alone does.
+        arms: chosen settings of each method, keyed by label.
+        metric: metric by which the methods are compared.
+        gains: gain of the method over local training and over FedAvg, keyed by label. Each gain is measured on
+            validation data that the race did not use, and is above 0 if the method is better. A gain is None if a run
+            failed.
+        racing: labels of the methods still in the race, best first.
+        departures: for each method that has left the race, the better method, the number of the interim analysis (look)
+            at which it left, the difference on the data of the race, and the reason if the method failed.
+        left_out: reason why a method did not take part, keyed by label.
+        more: number of additional gradients after which the race would be decided. None if no more are needed, or if
+            even the maximum number of seeds would not decide the race.
+        needed: total budget that would decide the race, in FedAvg runs. None if ``more`` is None.
         clients: advice for every client.
-        cost: cost of one run of the method: rounds, gradients, bytes, and hours (None without devices).
+        cost: cost of one run of the method: rounds, gradients, bytes, and hours. The hours are None if no devices are
+            simulated.
         spent: number of gradients that the race used.
-        budget: largest number of gradients that the race was allowed to use.
-        looks: number of interim analyses (looks).
-        margin: largest difference that does not matter. None: no margin was stated.
-        kept: number of validation samples that only the answer used.
+        budget: maximum number of gradients that the race was allowed to use.
+        looks: number of interim analyses (looks) that were made.
+        margin: largest difference that does not matter in practice. None if no margin was given.
+        kept: number of validation samples that were held out from the race to estimate the gains.
     """
 
     verdict: Verdict
@@ -117,16 +120,16 @@ class Advice(NamedTuple):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Settings of the method."""
+        """Settings that were chosen for the advised method."""
         return dict(self.arms[self.method].params)
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Methods with which the advised method is compared."""
+        """Methods against which the advised method is compared."""
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
-        """Return the answer in about ten lines."""
+        """Return the advice as about ten lines of text."""
         settings = options(self.params)
         use = f"{self.method}{f' with {settings}' if settings else ''}"
         head = {
@@ -154,7 +157,7 @@ class Advice(NamedTuple):
         return lines
 
     def record(self) -> dict[str, Any]:
-        """Return the answer as plain values, unrounded and unscaled, with None for unknown values."""
+        """Return the answer as plain unrounded values in the metric's own units. Unknown values are None."""
         return {
             "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
             "gains": {label: _record_gain(gap) for label, gap in self.gains.items()},
@@ -190,7 +193,7 @@ class Advice(NamedTuple):
 
     @property
     def _bound(self) -> str:
-        """Margin, rounded up, with which the answer would be that training alone is enough."""
+        """Sentence about the margin, rounded up, at which the answer would be that training alone is enough."""
         gain = self.gains.get(ALONE_METHOD)
         largest = math.nan if gain is None else gain.mean + gain.half_width()
         if not (math.isfinite(largest) and largest > 0):
@@ -243,18 +246,18 @@ def form_advice(
     left_out: Mapping[str, str],
     budget_of: Callable[[int, int], float],
 ) -> Advice:
-    """Return the answer that a race gives.
+    """Form the answer of a race from its outcome.
 
     Args:
         outcome: outcome of the race.
-        fed: the federation of the race.
-        metric: metric on which the decision is based.
-        margin: largest difference that does not matter. None: no margin is stated.
-        budget: largest number of gradients that the race was allowed to use.
-        work: number of gradients of a whole run.
-        left_out: reason why a method did not take part.
-        budget_of: function that maps numbers of finalists and seeds to the budget that pays for them, in runs of
-            FedAvg.
+        fed: federation of the race.
+        metric: metric by which the methods are compared.
+        margin: largest difference that does not matter in practice. None: any difference matters.
+        budget: maximum number of gradients that the race was allowed to use.
+        work: number of gradients of one whole run.
+        left_out: reason why a method did not take part, keyed by label.
+        budget_of: function that returns the budget, in FedAvg runs, that is needed for a given number of finalists and
+            seeds.
 
     Raises:
         RunStopped: no method has a result.
@@ -292,7 +295,7 @@ def form_advice(
 
 
 def write_answer(out: Path, advice: Advice, experiment: str) -> None:
-    """Write the files of an answer."""
+    """Write the files of an answer to the directory of the race."""
     head = "".join(f"# {line}\n" for line in advice.lines())
     write_atomic(out / ADVISED_FILE, f"# Written by 'fedloom advise'.\n{head}{experiment}".encode())
     record = json.dumps(_finite_only(advice.record()), indent=2, allow_nan=False)
@@ -302,12 +305,12 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
 
 
 def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | None) -> tuple[Verdict, int | None]:
-    """Return the verdict, and the number of seeds that would decide an open race, or None if no number is known.
+    """Return the verdict, and the number of seeds that would decide an undecided race (None if unknown or not needed).
 
     Args:
         outcome: outcome of the race.
-        gain: the best federated method minus local training, on data that the race did not use.
-        margin: largest gain that does not matter. None: 0.
+        gain: gain of the best federated method over local training, on data that the race did not use.
+        margin: largest gain that does not matter in practice. None: 0 is used.
     """
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
@@ -326,8 +329,8 @@ def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
     """Return advice for every client.
 
-    A client is advised to train alone if the predicted gain is below 0. Otherwise, it is advised to use the better of
-    the method's models.
+    A client is advised to train alone if its predicted gain is below 0. Otherwise, it is advised to use the method's
+    personal or shared model, whichever is predicted to be better.
     """
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
@@ -345,7 +348,10 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
 
 
 def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
-    """Return the personal minus the shared model by client, ``[clients]``: 1 or -1 if one of them is missing."""
+    """Return the predicted gain of the personal over the shared model, ``[clients]``.
+
+    The result is 1 or -1 if only one of the two models exists.
+    """
     results = [result for (label, _), result in outcome.results.items() if label == method]
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]
     personal, shared = pairs[0]
@@ -356,7 +362,7 @@ def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
 
 
 def _half(values: Any) -> float:
-    """Return the half width of the interval of a client's mean over seeds."""
+    """Return the half-width of the confidence interval for the mean of a client's values over seeds."""
     if len(values) < 2 or not np.isfinite(values).all():
         return math.nan
     from scipy.stats import t  # slow to import

@@ -1,4 +1,4 @@
-"""Laps trained by an executor: a lap is sent as text, with its checkpoint, and its result is returned."""
+"""Laps on an executor: a lap is sent to a worker as text together with its checkpoint, and its result is sent back."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from fedloom.storage.files import write_atomic
 def pack_lap(
     seed: int, method: Mapping[str, Any], rounds: int, end: int, metric: str, seeds: Sequence[int], before: Path | None
 ) -> str:
-    """Return a lap as text.
+    """Encode a lap of a race as text.
 
     Args:
         seed: seed of the run.
         method: table of the method in an experiment file.
-        rounds: number of rounds of the whole run.
-        end: last round of the lap.
-        metric: metric on which the decision is based.
+        rounds: number of rounds of the whole run that the lap is part of.
+        end: round at which the lap ends.
+        metric: metric by which the methods are compared.
         seeds: all seeds of the race.
-        before: folder of the previous lap, whose checkpoint the lap continues. None: the lap starts at round 1.
+        before: folder of the previous lap, from whose checkpoint the lap continues. None: the lap starts at the first
+            round.
     """
     states = {} if before is None else {p.name: p for p in sorted(before.glob("checkpoint-*")) if p.is_file()}
     checkpoint = {name: b64encode(path.read_bytes()).decode() for name, path in states.items()}
@@ -44,21 +45,21 @@ def pack_lap(
 
 
 def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Train one lap of a race in any process and return the reply as bytes.
+    """Train one lap of a race, in any process, and return the reply as bytes.
 
-    The same arguments give the same result.
+    The same arguments always give the same result.
 
     Args:
-        experiment: text from `fedloom.lab.experiment.units.travel.pack_experiment`.
-        unit: text from `pack_lap`.
-        data: bytes from `pack_experiment`. They are needed only once per worker.
+        experiment: text that `fedloom.lab.experiment.units.travel.pack_experiment` returned.
+        unit: text that `pack_lap` returned.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
-        A `UnitReply` as bytes, with the result and the checkpoint of the lap.
+        A `UnitReply`, encoded as bytes, with the result and the checkpoint of the lap.
 
     Raises:
-        DataError: the worker has different data.
-        ConfigError: the worker cannot import the code.
+        DataError: the worker's data differ from those of the experiment.
+        ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
         return UnitReply({}, wants_data=True, worker=worker_name()).packed()
@@ -79,5 +80,5 @@ def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
 
 @lru_cache(maxsize=2)
 def _cut(experiment: str, seeds: tuple[int, ...]) -> list[Federation]:
-    """Return the federations of a race."""
+    """Return the federations of a race, one per seed."""
     return cut_validation(read_federation(experiment, seeds[0]), len(seeds))

@@ -1,4 +1,7 @@
-"""Laps: parts of a race, each continuing from the previous lap and scored on two halves of the validation data."""
+"""Laps: stages of the training runs in a race.
+
+Each lap continues the previous one and is scored on two halves of the validation data.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,26 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import make_folder, write_atomic
 
 LAP_FILE = "lap.json"
-"""File with the result of a lap."""
+"""File that holds the result of a lap."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
-"""Parts of a race's federation: the part that the race reads, and the part that only the answer reads.
+"""Parts of a race's federation: the part by which the race is decided, and the part that only the final estimates use.
 
-Both contain validation data.
+Both parts contain validation data of the experiment.
 """
 Subjects = NDArray[np.int64]
-"""Number of subjects ``[k]``, in increasing order, or one number per subject."""
+"""Subjects ``[k]``: an array of subject numbers in increasing order, or of one number for each subject."""
 MODEL_KINDS = ("global", "personal", "hybrid")
-"""Kinds of models that are scored if the method has them. A client would use the last kind that exists."""
+"""Kinds of models that are scored if the method trains them. A client would use the last of these kinds that exists."""
 
 
 class Arm(NamedTuple):
-    """Method with the settings of one entry in the race.
+    """A candidate in a race: a method with specific settings.
 
     Attributes:
         label: label of the method.
-        number: number of the entry among its method's entries, 0 for the file's settings.
-        params: values by setting.
+        number: index of the candidate among those of the same method. 0 has the settings of the experiment file, if the
+            search space contains them.
+        params: values of the settings, keyed by name.
     """
 
     label: str
@@ -53,7 +57,7 @@ class Arm(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """Arm with a seed, trained up to a given share of the work of a whole run."""
+    """A candidate (arm) with a seed, trained up to a given fraction of the work of a whole run."""
 
     arm: Arm
     seed: int
@@ -64,14 +68,14 @@ class LapResult(NamedTuple):
     """Result of a lap.
 
     Attributes:
-        round: number of rounds so far.
-        samples: number of samples whose gradient was computed so far, including those for personal models at the last
-            evaluation.
-        trained: the same number without these personal models.
+        round: number of rounds trained so far.
+        samples: number of samples whose gradients have been computed so far, including those for the personal models of
+            the last evaluation.
+        trained: the same number without the gradients for these personal models.
         bytes: number of bytes sent so far, in both directions.
-        seconds: virtual time so far in seconds. None without devices.
-        scores: value for each client by part, by model. None if a value is unknown.
-        reason: reason why scores are missing. Empty otherwise.
+        seconds: virtual time in seconds so far. None if no devices are simulated.
+        scores: score of each client, keyed by kind of model and part. None for a score that is unknown.
+        reason: reason why the scores are missing. The reason is empty if the scores exist.
     """
 
     round: int
@@ -83,9 +87,11 @@ class LapResult(NamedTuple):
     reason: str = ""
 
     def values(self, part: str, model: str = "") -> NDArray[np.float64] | None:
-        """Return the value for each client on a part, for the model that a client would use or for a given model.
+        """Return each client's score on a part, for one kind of model.
 
-        The result is None without such a model.
+        The default is the model that a client would use.
+
+        The result is None if there is no such model.
         """
         kinds = [model] if model else [kind for kind in reversed(MODEL_KINDS) if kind in self.scores]
         scores = self.scores.get(kinds[0]) if kinds else None
@@ -93,14 +99,17 @@ class LapResult(NamedTuple):
 
 
 def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
-    """Return the federations of a race, one per seed: without test data, and with a part reserved for the answer.
+    """Return the federations of a race, one per seed.
 
-    Half of each client's validation subjects are reserved for the answer, as the part ``test``. No seed of the race
-    reads them. The first seed is evaluated on the other half. Further seeds validate on the same number of other
-    subjects from the training part, and in exchange train on as many subjects of the evaluation half. Every seed
-    therefore adds validation data, and trains on equally many subjects. If an order is known, all seeds validate on the
-    later half. Subjects are not divided, and classes keep their shares. If a client has only one validation subject,
-    the race receives it.
+    These federations contain no test data, and hold out samples for the final estimates.
+
+    Half of each client's validation subjects are held out for the final estimates, as the part ``test``. The race
+    itself never uses these subjects. With the first seed, models are validated on the other half. With every other
+    seed, they are validated on equally many subjects from the training part instead, and in exchange are trained on
+    equally many subjects of that other half. Every seed therefore adds new validation data, and all seeds train on the
+    same number of subjects. If the data have an order in time, all seeds validate on the same half, which comes later.
+    The samples of a subject stay together, and the classes keep their proportions. If a client has only one validation
+    subject, the subject is used to decide the race.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
@@ -111,7 +120,7 @@ def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
 
 
 class _Cut:
-    """Rows of the training and validation parts, by subject."""
+    """Rows of the training and validation parts, grouped by subject."""
 
     def __init__(self, fed: Federation) -> None:
         self._fed, units = fed, subjects_of(fed.data)
@@ -124,12 +133,12 @@ class _Cut:
         self._draw = torch.rand(len(fed.data), generator=purpose, dtype=torch.float64).numpy()
 
     def halve_validation(self) -> tuple[Subjects, Subjects]:
-        """Return the validation subjects that the race uses, and the subjects that are reserved for the answer."""
+        """Return the validation subjects that decide the race, and those held out for the final estimates."""
         subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
-        """Return the federation of a further seed.
+        """Return the federation for one of the seeds after the first.
 
         The result is None if a client would have no training samples left.
         """
@@ -140,7 +149,7 @@ class _Cut:
             return None
 
     def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
-        """Return the same number of other subjects for each client from the training part, spread over its classes."""
+        """Choose validation subjects from the training part, as many as each client had, spread over its classes."""
         clients = self._fed.n
         trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
@@ -151,7 +160,7 @@ class _Cut:
         return fold
 
     def _take_as_many(self, decide: Subjects, fold: Subjects) -> Subjects:
-        """Return as many deciding subjects per client as in its fold, so that no seed trains on more samples."""
+        """Choose as many deciding subjects per client as its fold contains. No seed then trains on more subjects."""
         clients = self._fed.n
         subjects, home, rank = self._ranked(decide)
         sizes, wanted = (np.bincount(one, minlength=clients)[home] for one in (home, self._ranked(fold)[1]))
@@ -159,10 +168,10 @@ class _Cut:
         return chosen
 
     def make(self, decide: Subjects, kept: Subjects, first: Subjects) -> Federation:
-        """Return the federation in which the given subjects are used for evaluation.
+        """Return a federation in which the given subjects are used to evaluate models.
 
-        The subjects ``first`` of the validation part are used for evaluation or training. Its other subjects are not
-        used.
+        Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
+        the validation part are not used.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests
@@ -180,7 +189,10 @@ class _Cut:
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
     def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
-        """Return the subjects, their clients, and their ranks at the client: by class, and random within a class."""
+        """Return the subjects, their clients, and their ranks within each client.
+
+        Ranks follow the class, and are random within a class.
+        """
         rows = np.flatnonzero(np.isin(self._who, subjects))
         subjects, first = np.unique(self._who[rows], return_index=True)
         place = rows[first]
@@ -192,7 +204,7 @@ class _Cut:
 
 
 def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
-    """Return the setting of an arm's run, evaluated at the end of a lap."""
+    """Return the setting of a candidate's run, with an evaluation at the end of a lap."""
     evaluate = Evaluate(every=rounds, parts=(DECIDING_PART, ESTIMATING_PART), select_on=DECIDING_PART)
     return setting.with_(seed=seed, evaluate=evaluate, rounds=rounds)
 
@@ -200,10 +212,10 @@ def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
 def run_lap(
     setting: Setting, fed: Federation, stop_at: int, metric: str, folder: Path, progress: Sequence[Progress]
 ) -> bool:
-    """Train up to a round in a folder, resuming from any checkpoint, write the result, and return True at the end.
+    """Train a lap in a folder, resuming from any checkpoint there, and write its result.
 
     Returns:
-        True if the lap reached its end, False if the user stopped it.
+        True if the lap reached its end, or False if the user stopped it.
     """
     try:
         result = simulate(setting, fed, folder=folder, callbacks=progress, pause=stop_at)
@@ -219,14 +231,16 @@ def run_lap(
 
 
 def read_lap(folder: Path) -> LapResult:
-    """Read and return the result of a lap."""
+    """Read the result of a lap from its folder."""
     return LapResult(**json.loads((folder / LAP_FILE).read_text(encoding="utf-8")))
 
 
 def copy_checkpoint(before: Path, folder: Path) -> None:
-    """Start a lap where another lap ended, if the checkpoint contains the state.
+    """Copy the newest checkpoint of the previous lap, so that the next lap continues from it.
 
-    Otherwise the lap trains from round 1.
+    The checkpoint must contain the whole state.
+
+    Otherwise, the next lap starts at round 1.
     """
     names = [path.name for path in before.iterdir()] if before.is_dir() else []
     states = [name for name in names if name != LAP_FILE]

@@ -1,18 +1,19 @@
-"""Looks: paired differences between two methods over clients and seeds, and the level of each interim test.
+"""Looks: paired differences between two methods over clients and seeds, and the significance level of each look.
 
-The difference between two methods is a table with a value for each seed and client. Seeds and clients are random
-effects: some clients gain more than others, and a seed may favor one method at all clients. The standard error includes
-the mean squares of both (two-way random effects), and the degrees of freedom follow Satterthwaite. Therefore, neither
-many clients with one lucky seed nor many seeds at one unusual client are enough to decide. A pair of methods has few
-seeds, so its variance over seeds is taken to be at least the variance that all methods of the race share.
+The difference between two methods is a table with one value for each seed and client. Seeds and clients are random
+effects: some clients gain more than others, and a seed may favor one method for all clients. The standard error
+accounts for the variance of both (two-way random effects), and its degrees of freedom follow Satterthwaite. Therefore,
+many clients with one lucky seed are not enough to decide a race, and neither are many seeds with one unusual client.
+Because a pair of methods has few seeds, its variance over seeds is taken to be at least the variance estimated from all
+methods of the race.
 
-A race has several looks. The levels of these looks add up to the level of the race (the spending function of Lan and
-DeMets that resembles Pocock's), and each look divides its level among the rivals of a method. By Bonferroni's
-inequality, the best method leaves with a probability of at most the level of the race, however the looks depend on each
-other.
+A race has several interim analyses, called looks. The significance levels of the looks add up to the level of the race
+(by the spending function of Lan and DeMets that resembles Pocock's), and each look divides its level among the rivals
+of a method. By Bonferroni's inequality, the best method is eliminated with a probability of at most the level of the
+race, however the looks depend on each other.
 
-References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (readers and
-cases as clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
+References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (its readers
+and cases correspond to clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 RACE_ERROR_LEVEL = 0.05
-"""Largest probability that the best method leaves a race."""
+"""Maximum probability that the best method is eliminated from a race."""
 INTERVAL_LEVEL = 0.03
-"""One minus the coverage of a printed interval, which may decide that a method is better than local training.
+"""One minus the coverage of the intervals that are printed. Such an interval may also decide that a method is better
+than local training.
 
-In simulated races of six equal methods, local training left or the interval lay above 0 in at most 5 % of the races.
-With 0.05 it was up to 7 %, because the leading method is also the luckiest one."""
+In simulated races between six equally good methods, local training was eliminated, or the interval was above 0, in at
+most 5 % of the races. With a level of 0.05, this happened in up to 7 % of the races, because the method that leads is
+also the luckiest one."""
 
 Values = NDArray[np.float64]
 
@@ -39,8 +42,8 @@ class SeedPool(NamedTuple):
     """Effect of seeds on the difference between any two methods of a race.
 
     Attributes:
-        variance: variance over seeds of a difference's mean over clients.
-        degrees: degrees of freedom of the variance.
+        variance: variance over seeds of the difference's mean over clients.
+        degrees: degrees of freedom of ``variance``.
     """
 
     variance: float
@@ -48,13 +51,14 @@ class SeedPool(NamedTuple):
 
 
 class PairedDifference(NamedTuple):
-    """Mean of a difference over clients and seeds.
+    """Mean difference between two methods over clients and seeds, with its components of variance.
 
     Attributes:
         mean: mean over all clients and seeds.
-        of_clients: mean square of the clients' means.
-        of_seeds: mean square of the seeds' means, at least the value from the pool. NaN with one seed.
-        of_rest: mean square of the residuals. NaN with one seed.
+        of_clients: mean square between the clients' means.
+        of_seeds: mean square between the seeds' means, which is at least the value that follows from the pooled effect
+            of seeds. NaN if there is only one seed.
+        of_rest: mean square of the residuals. NaN if there is only one seed.
         clients: number of clients.
         seeds: number of seeds.
         seed_degrees: degrees of freedom of ``of_seeds``.
@@ -70,7 +74,7 @@ class PairedDifference(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Standard error of the mean. NaN with fewer than two clients."""
+        """Standard error of the mean. NaN if there are fewer than two clients."""
         return self._error(self.seeds)
 
     @property
@@ -82,7 +86,7 @@ class PairedDifference(NamedTuple):
         return (self.of_clients + extra) ** 2 / below if below else float(max(1, self.clients - 1))
 
     def _error(self, seeds: int) -> float:
-        """Return the standard error that the mean would have with a different number of seeds."""
+        """Return the standard error that the mean would have if there were the given number of seeds."""
         if self.clients < 2:
             return math.nan
         if self.seeds < 2:
@@ -93,7 +97,7 @@ class PairedDifference(NamedTuple):
         return math.sqrt((lasting + passing / seeds) / self.clients)
 
     def p_above(self) -> float:
-        """Return the one-sided p value of a mean above 0, which is 1 if no test is possible."""
+        """Return the one-sided p-value for a mean above 0, or 1 if no test is possible."""
         if not self.error > 0:
             return 0.0 if self.error == 0 and self.mean > 0 else 1.0
         from scipy.stats import t  # slow to import
@@ -101,19 +105,22 @@ class PairedDifference(NamedTuple):
         return float(t.sf(self.mean / self.error, self.degrees))
 
     def half_width(self, level: float = INTERVAL_LEVEL) -> float:
-        """Return the half width of the two-sided interval of the mean. NaN with fewer than two clients."""
+        """Return the half-width of the two-sided confidence interval of the mean.
+
+        NaN if there are fewer than two clients.
+        """
         from scipy.stats import t  # slow to import
 
         return float(t.isf(level / 2, self.degrees) * self.error) if math.isfinite(self.error) else math.nan
 
     def seeds_needed(self, level: float, most: int = 1000) -> int | None:
-        """Return the number of seeds for which a mean of this size would differ significantly from 0.
+        """Return the number of seeds with which a mean of this size would differ significantly from 0.
 
-        The result is None if no number is sufficient.
+        The result is None if no number up to ``most`` is sufficient.
 
         Args:
-            level: one-sided.
-            most: largest number of seeds to try.
+            level: one-sided significance level.
+            most: maximum number of seeds to consider.
         """
         from scipy.stats import t  # slow to import
 
@@ -123,13 +130,13 @@ class PairedDifference(NamedTuple):
 
 
 def pool_seeds(values: Values) -> SeedPool | None:
-    """Return the effect of seeds on differences, estimated from all methods: the interaction of methods and seeds.
+    """Estimate the effect of seeds on differences from all methods, as the interaction of methods and seeds.
 
     Args:
-        values: values ``[methods, seeds, clients]``. A client with a value that is not finite is omitted.
+        values: scores ``[methods, seeds, clients]``. Clients with any value that is not finite are left out.
 
     Returns:
-        The result is None with one seed, one method or no client.
+        The effect of seeds, or None if there is only one seed, only one method, or no client.
     """
     values = values[:, :, np.isfinite(values).all((0, 1))]
     methods, seeds, clients = values.shape
@@ -142,11 +149,11 @@ def pool_seeds(values: Values) -> SeedPool | None:
 
 
 def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDifference:
-    """Return the summary of a difference by seed and client.
+    """Summarize a table of differences by seed and client.
 
     Args:
-        values: ``[seeds, clients]``. A client with a value that is not finite is omitted for all seeds.
-        pool: effect of seeds on all methods. None: unknown.
+        values: differences ``[seeds, clients]``. Clients with any value that is not finite are left out.
+        pool: effect of seeds estimated from all methods. None: the effect is unknown.
     """
     values = values[:, np.isfinite(values).all(0)]
     seeds, clients = values.shape
@@ -168,13 +175,14 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 
 
 def shrink_gains(values: Values) -> Values:
-    """Return the predicted difference for each client, ``[clients]``: its mean, shrunk towards the mean of all clients.
+    """Predict the difference for each client, ``[clients]``, as its mean shrunk towards the mean of all clients.
 
-    It is the best linear unbiased prediction in the two-way model: only the share of the clients' variance that
-    persists over seeds remains. Clients with a value that is not finite receive the mean of the other clients.
+    The prediction is the best linear unbiased prediction in the two-way model. This prediction keeps only the share of
+    the variance between clients that persists over seeds. Clients with any value that is not finite are given the mean
+    of the other clients.
 
     Args:
-        values: difference ``[seeds, clients]``.
+        values: differences ``[seeds, clients]``.
     """
     summary, finite = pair_differences(values), np.isfinite(values).all(0)
     share = 1.0
@@ -187,11 +195,11 @@ def shrink_gains(values: Values) -> Values:
 
 
 def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
-    """Return the level of each look of a race, beginning with the first look.
+    """Return the significance level of each look of a race, in order.
 
     Args:
-        looks: number of looks, fixed before the first one.
-        level: total level of all looks.
+        looks: number of looks, which must be fixed before the first one.
+        level: significance level of all looks together.
 
     >>> levels = spend_level(3)
     >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)

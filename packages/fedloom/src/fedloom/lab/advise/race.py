@@ -1,12 +1,14 @@
-"""Race: which arms run which laps, which settings are kept, and which methods leave.
+"""Race: decide which candidates are trained for how long, which settings are kept, and which methods are eliminated.
 
-Every method starts with the same number of settings. After a ninth of the work of a whole run with one seed, about the
-best third of each method's settings are kept. After a third of the work, with two seeds, one setting per method is
-kept. From then on, methods are compared: a method leaves if another method is better by more than chance
-(`fedloom.lab.advise.looks`). The remaining methods are trained to the end, and so are local training and FedAvg for
-comparison. The rest of the budget is spent on further seeds while the race is undecided.
+Every method starts with the same number of settings, each of which is a candidate (arm). After a ninth of the work of a
+whole run, with one seed, about the best third of each method's settings are kept. After a third of the work, with two
+seeds, only the best setting of each method is kept. From then on, methods are compared with each other. A method is
+eliminated if another method is better by more than chance (`fedloom.lab.advise.looks`). The remaining methods are
+trained to the end. So are local training and FedAvg, as references. While the race is undecided, the rest of the budget
+is spent on more seeds.
 
-The functions here choose laps and read their results. They do not train, so they can be tested with arbitrary results.
+The functions in this module choose what to train next and read the results. These functions do not train anything
+themselves, so they can be tested with arbitrary results.
 """
 
 from __future__ import annotations
@@ -23,33 +25,33 @@ from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
 from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
 
 EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
-"""Shares of the work of a whole run after which settings or methods are compared."""
+"""Fractions of the work of a whole run after which settings or methods are compared."""
 FIRST_SEEDS, MOST_SEEDS = 2, 5
-"""Number of seeds at the first comparison of methods, and largest number of seeds."""
+"""Number of seeds at the first comparison of methods, and maximum number of seeds."""
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
-"""Largest number of looks at which methods may leave."""
+"""Maximum number of interim analyses (looks) at which methods may be eliminated."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
-"""Methods that take part in every race, and with which all other methods are compared. They are always trained to the
+"""Methods that take part in every race and serve as references for all others. Both methods are always trained to the
 end."""
 DEFAULT_BUDGET_RUNS = 16.0
-"""Default number of gradients for a race, in runs of FedAvg: twice as many as a search with 8 trials needs for FedAvg
-alone."""
+"""Default budget of a race, in units of the gradients of one FedAvg run. This budget is twice the cost of tuning FedAvg
+alone with 8 trials."""
 MOST_ARMS, MOST_STAYING = 16, 4
-"""Largest number of settings per method, and largest number that is kept after the first comparison. If the budget is
-larger, the rest is spent on seeds."""
+"""Maximum number of settings per method at the start, and maximum number that is kept after the first comparison. Any
+budget that remains is spent on more seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
 """Function that trains laps in parallel and returns their results in the order of the laps."""
 
 
 class Departure(NamedTuple):
-    """Method that has left the race.
+    """Elimination of a method from the race.
 
     Attributes:
-        look: number of the look, from 1.
-        rival: method that is better. It is empty if all settings of the method failed.
-        difference: rival minus method, above 0 if the rival is better.
-        reason: reason why the result is missing, if all settings failed.
+        look: number of the interim analysis (look), counted from 1.
+        rival: label of the method that is better. The label is empty if all settings of the method failed.
+        difference: score of the rival minus score of the method, above 0 if the rival is better.
+        reason: reason why there is no result, if all settings of the method failed.
     """
 
     look: int
@@ -59,16 +61,17 @@ class Departure(NamedTuple):
 
 
 class RaceOutcome(NamedTuple):
-    """Outcome of a race.
+    """Final state of a race.
 
     Attributes:
-        arms: setting of each method that has been trained to a third or to the end, by label.
-        results: results of whole runs by label and seed, for methods in the race and methods used for comparison.
-        racing: labels of the methods that are still in the race, best first.
-        departures: departures of the other methods, by label.
-        looks: number of looks.
-        level: one-sided level at which another method may cause a method to leave, at the next or the last look.
-        spent: number of gradients used by all laps and for planning their rounds.
+        arms: best setting of each method, keyed by label.
+        results: results of whole runs, keyed by label and seed, for methods in the race and for the references.
+        racing: labels of the methods still in the race, best first.
+        departures: eliminations of the other methods, keyed by label.
+        looks: number of interim analyses (looks) that were made.
+        level: one-sided significance level at which one method may eliminate another at the next interim analysis, or
+            at the last one if none is left.
+        spent: number of gradients spent on all laps and on planning their number of rounds.
     """
 
     arms: Mapping[str, Arm]
@@ -81,17 +84,18 @@ class RaceOutcome(NamedTuple):
 
 
 def last_round(depth: float, rounds: int) -> int:
-    """Return the round at which a lap ends, for a run with this number of rounds."""
+    """Return the round at which a lap ends, in a run with the given number of rounds."""
     return max(1, round(depth * rounds))
 
 
 class LapShares(NamedTuple):
-    """Number of gradients in a method's laps, measured in whole runs.
+    """Gradients that a method needs for its laps, as fractions of a whole run.
 
     Attributes:
-        early: first rounds, up to the first comparison.
+        early: rounds up to the first comparison.
         middle: rounds up to the second comparison.
-        personal: personal models after one lap. Each lap trains them for its result.
+        personal: training of the personal models that are evaluated after one lap. The personal models are trained
+            again after every lap.
     """
 
     early: float = EARLY_DEPTH
@@ -100,23 +104,23 @@ class LapShares(NamedTuple):
 
     @classmethod
     def compute(cls, rounds: int, personal: float) -> LapShares:
-        """Return the shares of a run with this number of rounds and this share of personal models."""
+        """Return the cost of the laps of a run with this number of rounds and this fraction for personal models."""
         early, middle = (last_round(depth, rounds) / rounds * (1 - personal) for depth in (EARLY_DEPTH, MIDDLE_DEPTH))
         return cls(early, middle, personal)
 
 
 def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 0.0) -> tuple[int, int]:
-    """Return the number of settings with which a method starts, and the number that is kept after the first comparison.
+    """Return the number of settings with which each method starts, and the number kept after the first comparison.
 
-    The budget is sufficient even if no method leaves before the end.
+    The budget is then sufficient even if no method is eliminated.
 
     Args:
-        methods: laps of each method in the race.
-        budget: gradients of the race, in whole runs of FedAvg.
-        planned: number of gradients used for planning the methods' rounds, in the same unit.
+        methods: cost of the laps of each method in the race.
+        budget: gradients that the race may use, in units of one FedAvg run.
+        planned: gradients used for planning the numbers of rounds, in the same unit.
 
     Raises:
-        ConfigError: the budget is too small for one setting per method.
+        ConfigError: the budget does not allow one setting per method.
 
     >>> choose_counts([LapShares()] * 6, 16), choose_counts([LapShares()] * 6, 32), choose_counts([LapShares()] * 2, 4)
     ((7, 1), (16, 4), (1, 1))
@@ -140,7 +144,7 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
 
 
 def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget: float, planned: float) -> int:
-    """Return a budget above another budget, in whole runs, that pays for a number of seeds for the finalists."""
+    """Return a larger budget, in FedAvg runs, that suffices to train the finalists with the given number of seeds."""
     starts, stays, ends = _costs(methods, planned)
     larger = math.floor(budget) + 1
     while True:
@@ -151,7 +155,7 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
 
 
 def _costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
-    """Return the number of runs for every first and every kept setting of all methods, and for everything else."""
+    """Return three costs, in runs: one more initial setting per method, one more kept setting, and everything else."""
     starts = sum(one.early + one.personal for one in methods)
     stays = sum(FIRST_SEEDS * (one.middle + one.personal) - one.early for one in methods)
     return starts, stays, planned + sum(FIRST_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)
@@ -169,19 +173,20 @@ def race(
     higher: bool,
     planned: Callable[[], int] = lambda: 0,
 ) -> RaceOutcome:
-    """Race methods and return the outcome.
+    """Run a race between methods and return its outcome.
 
     Args:
-        arms: settings of every method, by label. Their number and ``stay`` are determined by `choose_counts`.
+        arms: settings of every method, keyed by label. The number of settings per method and ``stay`` are determined by
+            `choose_counts`.
         stay: number of settings per method that are kept after the first comparison.
-        budget: largest number of gradients that all laps may use.
-        work: number of gradients of a whole run.
+        budget: maximum number of gradients that the race may use.
+        work: number of gradients of one whole run.
         seeds: the `MOST_SEEDS` seeds of the race.
-        run: function that trains laps.
-        tell: function that receives a sentence after every comparison.
-        higher: True if a higher value of the metric is better.
-        planned: function that returns the number of gradients that were used outside the laps. The budget includes
-            them.
+        run: function that trains laps and returns their results.
+        tell: function that is called with a sentence after every comparison.
+        higher: True if higher values of the metric are better.
+        planned: function that returns the number of gradients that were used outside of laps. These gradients are part
+            of the budget.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
 
@@ -234,7 +239,7 @@ class _Race:
         return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent + self._planned())
 
     def _affords(self, runs: int) -> bool:
-        """Return True if the rest of the budget pays for whole runs."""
+        """Return True if the remaining budget is sufficient for the given number of whole runs."""
         return self._spent + self._planned() + runs * self._work <= self._budget
 
     @property
@@ -242,13 +247,13 @@ class _Race:
         return len(self._racing()) > 1
 
     def _racing(self) -> tuple[str, ...]:
-        """Return the labels of the methods in the race, best first."""
+        """Return the labels of the methods still in the race, best first."""
         racing = [label for label in self._arms if label not in self._departures]
         means = {label: self._mean(self._arms[label][0]) for label in racing}
         return tuple(sorted(racing, key=lambda label: -means[label]))
 
     def _finalists(self) -> dict[str, Sequence[Arm]]:
-        """Return the setting of each method that is in the race or used for comparison."""
+        """Return the remaining settings of each method that is in the race or serves as a reference."""
         kept = (ALONE_METHOD, AVERAGE_METHOD)
         return {label: one for label, one in self._arms.items() if label not in self._departures or label in kept}
 
@@ -261,9 +266,9 @@ class _Race:
             self._newest[key] = result
 
     def _mean(self, arm: Arm) -> float:
-        """Return the mean of an arm over its seeds and over clients, with a sign such that higher is better.
+        """Return the mean score of a candidate over its seeds and clients, with a sign such that higher is better.
 
-        The mean of a failed arm is minus infinity.
+        The mean of a candidate that failed is minus infinity.
         """
         results = [r for (label, number, _), r in self._newest.items() if (label, number) == (arm.label, arm.number)]
         values = [one for r in results if (one := r.values(DECIDING_PART)) is not None]
@@ -274,7 +279,7 @@ class _Race:
         return self._sign * float(table[:, scored].mean()) if scored.any() else -math.inf
 
     def _keep(self, count: int, seeds: Sequence[int]) -> None:
-        """Keep the best settings of each method. A method leaves if all its settings have failed."""
+        """Keep only the best settings of each method. A method is eliminated if all of its settings have failed."""
         for label, one in [*self._arms.items()]:
             best = sorted(one, key=lambda arm: (-self._mean(arm), arm.number))
             self._arms[label] = best[:count]
@@ -286,7 +291,7 @@ class _Race:
                 self._tell(f"{label} leaves: {self._departures[label].reason}")
 
     def _look(self, seeds: Sequence[int], depth: float) -> None:
-        """Remove methods that another method beats by more than chance."""
+        """Eliminate each method that another method beats by more than chance."""
         level = self._levels[self._looks] / max(1, self._methods - 1)
         self._looks += 1
         racing, results = (
@@ -316,11 +321,11 @@ class _Race:
 def difference_of(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
-    """Return the difference between two methods on a part, above 0 if the first method is better.
+    """Return the difference between two methods on a part of the data, above 0 if the first method is better.
 
-    The result is None if a seed lacks a result.
+    The result is None if any result is missing.
 
-    The effect of seeds on a difference is estimated from all methods that have results for the same seeds.
+    The effect of seeds on the difference is estimated from all methods that have results for the same seeds.
     """
     table = difference_table(results, one, other, part, sign)
     if table is None:
@@ -337,9 +342,9 @@ def difference_of(
 def difference_table(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> Values | None:
-    """Return the difference between two methods by seed and client, ``[seeds, clients]``, over their common seeds.
+    """Return the difference between two methods for each seed that they share and each client, ``[seeds, clients]``.
 
-    The result is None if a run's result is missing.
+    The result is None if any result is missing.
     """
     seeds = [seed for label, seed in results if label == one and (other, seed) in results]
     pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]

@@ -1,4 +1,4 @@
-"""Settings of a race: the methods of the portfolio that can work, and the settings that each method tries."""
+"""Settings of a race: which methods of the portfolio can take part, and which settings are tried for each method."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import dump
 
 STEP_SIZE_KEY = "local.lr"
-"""Setting of the step size, in the space of every method."""
+"""Name of the setting for the step size, which is searched for every method."""
 STEP_SIZE_FACTOR = 10.0
-"""Factor that defines the range of step sizes: from the file's step size divided by this factor to the file's step size
-multiplied by it."""
+"""Factor that defines the range of step sizes that are tried. The range extends from the file's step size divided by
+the factor to the file's step size multiplied by the factor."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
-"""Parts of an experiment file that a race ignores."""
+"""Tables of an experiment file that a race ignores."""
 DIGITS_TRIED = 3
-"""Number of significant digits of numbers that are tried."""
+"""Number of significant digits to which the numbers that are tried are rounded."""
 
 
 @cache
 def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """Return the methods of the race and their search spaces, as stored in the frozen file."""
+    """Return the methods of the portfolio and their search spaces, as stored in the package's ``portfolio.toml``."""
     table = tomllib.loads((files("fedloom.lab.advise") / "portfolio.toml").read_text(encoding="utf-8"))
     return tuple(table["methods"]), table["space"]
 
 
 class Entries:
-    """Methods of a race, with an experiment for each method.
+    """Methods that take part in a race, with an experiment for each.
 
     Args:
-        document: content of an experiment file, whose methods are ignored.
-        where: name of the file, for messages.
-        read: function that returns the experiment of a document.
-        methods: names of methods in the registry. Local training and FedAvg are always added.
+        document: content of an experiment file. The methods in the file are ignored.
+        where: name of the file, for error messages.
+        read: function that converts a document to an experiment.
+        methods: registered names of the methods that take part. Local training and FedAvg are always added.
 
     Attributes:
         base: experiment with FedAvg only.
-        left_out: reason why a method cannot take part, by label.
+        left_out: reason why a method cannot take part, keyed by label.
 
     Raises:
         ConfigError: the document is not a valid experiment.
@@ -73,15 +73,15 @@ class Entries:
         self.spaces = dict[str, Mapping[str, Dimension]]()
 
     def check(self, whole: Federation, fed: Federation, seed: int) -> None:
-        """Check which methods can work on the clients.
+        """Check which methods can be run on the clients.
 
         Args:
-            whole: clients with their test data, on which a final comparison would run.
+            whole: clients with their test data, as a final comparison would use them.
             fed: the federation of the race.
             seed: seed of the first run.
 
         Raises:
-            ConfigError: local training or FedAvg cannot work.
+            ConfigError: local training or FedAvg cannot be run.
         """
         for name in self._names:
             try:
@@ -99,17 +99,17 @@ class Entries:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the methods that take part."""
+        """Labels of the methods that take part."""
         return tuple(self._methods)
 
     def metric(self, fed: Federation, seed: int) -> tuple[str, bool]:
-        """Return the name of the metric on which the decision is based, and whether a higher value is better."""
+        """Return the name of the metric by which methods are compared, and whether higher values are better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Return the settings of each method: the file's setting, followed by settings spread over the space."""
+        """Return the settings to try for each method: those of the file, then settings spread over the search space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -117,13 +117,13 @@ class Entries:
         return arms
 
     def experiment(self, arm: Arm) -> Experiment:
-        """Return the experiment of an arm."""
+        """Return the experiment that contains only one candidate."""
         return self._read(replace_params(self._read_entry(arm.label), 0, arm.params), self._where)
 
     def document(self, arms: Mapping[str, int], params: Mapping[str, Arm], **more: Any) -> dict[str, Any]:
-        """Return the document of an experiment with several methods and their settings.
+        """Return the document of an experiment that compares several methods with the given settings.
 
-        ``arms`` contains the rounds by label.
+        ``arms`` maps labels to numbers of rounds.
         """
         tables = [
             replace_params(self._read_entry(label), 0, params[label].params, rounds=rounds)["method"][0]
@@ -141,17 +141,18 @@ class Entries:
 def spread_settings(
     space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
 ) -> list[Mapping[str, Any]]:
-    """Return settings spread over a space: ``first``, if given, then points of a scrambled Halton sequence.
+    """Return settings spread over a space.
 
-    A smaller number of settings is always the beginning of a larger number, so a race with a larger budget tries
-    additional settings.
+    The list starts with ``first``, if given, and continues with points of a scrambled Halton sequence.
+
+    A longer list always starts with the shorter one, so a race with a larger budget only tries additional settings.
 
     Args:
-        space: search range of every setting.
-        first: setting in the file. None if the space does not contain it.
-        count: largest number of settings. A space of lists may contain fewer settings.
-        label: label of the method, on which the draw depends.
-        seed: seed of the draw.
+        space: range or choices of every setting.
+        first: settings in the experiment file. None if the space does not contain them.
+        count: maximum number of settings to return. A space that consists of lists may contain fewer settings.
+        label: label of the method, which the random draw depends on.
+        seed: seed of the random draw.
 
     >>> [one["mu"] for one in spread_settings({"mu": (0.1, 1.0)}, {"mu": 1.0}, 5, "fedprox", 0)]
     [1.0, 0.1]
@@ -169,7 +170,7 @@ def spread_settings(
 
 
 def _value(dimension: Dimension, u: float) -> Any:
-    """Return the value of a dimension at a point of [0, 1)."""
+    """Return the value of a search dimension that corresponds to a point ``u`` in [0, 1)."""
     if not isinstance(dimension, Range):
         return dimension[int(u * len(dimension))]
     low, high = dimension.low, dimension.high

@@ -69,10 +69,10 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 class Log(FileIO):
-    """Standard error that never ends a run: text that cannot be written, e.g. to a pipe without reader, is dropped."""
+    """Standard error that never ends a run. Text that cannot be written, for example to a closed pipe, is dropped."""
 
     def write(self, data: Buffer, /) -> int:
-        """Write bytes and return their number, even if they cannot be written."""
+        """Write bytes and return their number, which is also returned if they could not be written."""
         try:
             return super().write(data)
         except OSError:
@@ -80,9 +80,9 @@ class Log(FileIO):
 
 
 def main() -> None:
-    """Run the command ``fedloom``. A standard stream that the caller has closed becomes the null device.
+    """Run the command ``fedloom``. If the caller has closed a standard stream, the null device replaces it.
 
-    A character that the encoding of the output lacks, such as the line characters of a table in ASCII, becomes a
+    A character that the encoding of the output cannot represent, such as the lines of a table in ASCII, is written as a
     question mark.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):

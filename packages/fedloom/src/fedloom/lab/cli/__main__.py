@@ -1,4 +1,4 @@
-"""``python -m fedloom.lab.cli`` runs the command ``fedloom``."""
+"""Entry point of ``python -m fedloom.lab.cli``, which runs the command ``fedloom``."""
 
 from fedloom.lab.cli import main
 

@@ -1,4 +1,4 @@
-"""Command-line application, the format of its errors, and the arguments that commands share."""
+"""The command-line application, the format of its error messages, and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an esca
 MAX_INTEGER = 2**63 - 1
 """Largest integer that an option accepts."""
 MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
-"""Options for which an empty value has a meaning."""
+"""Options whose value may be empty."""
 
 
 def _plain_number(kind: Any, value: object, param: Any, ctx: Any) -> Any:
-    """Return the value of an option as a number."""
+    """Convert the value of an option to a number, or report an error."""
     if isinstance(value, str) and not re.fullmatch(r"[-+.0-9a-zA-Z]{1,400}", value):
         kind.fail(f"{value!r:.80} is not a number in plain digits, such as 10 or 0.5", param, ctx)
     number = kind.converts(value, param, ctx)
@@ -62,7 +62,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 @contextmanager
 def _for_reader() -> Iterator[None]:
-    """End quietly, as other programs do, once nobody reads the output any more, as with ``| head -1``."""
+    """End quietly when nothing reads the output any more, as other programs do, for example with ``| head -1``."""
     try:
         yield
     except BrokenPipeError:
@@ -74,23 +74,23 @@ def _for_reader() -> Iterator[None]:
 
 
 HELP_PANELS = ("Start", "Run", "Use models", "Statistics", "Real sites", "Studies")
-"""Groups of commands in the help, in the order in which a new user needs them."""
+"""Groups of commands in the help text, in the order in which a new user needs them."""
 
 
 COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
-"""Packages of the release that add commands."""
+"""Packages of this project that add commands."""
 
 
 class Words(TyperGroup):
-    """Command group that rejects arguments that are empty or not text, although the name of a file may be any bytes.
+    """Command group that rejects arguments that are empty or are not valid text.
 
-    An empty argument usually comes from a shell variable that is not set, and as a path it would mean the current
-    folder. A number must be written in plain digits, although Python also reads ``1_0``, digits of other scripts, and
+    An empty argument usually comes from a shell variable that is not set. As a path, it would mean the current folder.
+    Numbers must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts, and
     spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
-        """Return the command of this name, or None."""
+        """Return the command with this name, or None if it does not exist."""
         command: Any = super().get_command(ctx, cmd_name)
         for option in [] if command is None else command.params:
             if option.type.name.startswith(("integer", "float")) and not hasattr(option.type, "converts"):
@@ -99,12 +99,12 @@ class Words(TyperGroup):
         return command
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Return the context, after printing help or the version if requested."""
+        """Return the context of the command, unless help or the version was requested and printed."""
         with _for_reader():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command and return its result."""
+        """Run the command and return its result, with expected errors printed as sentences."""
         with _for_reader(), errors():
             try:
                 return super().invoke(ctx)
@@ -118,7 +118,7 @@ class Words(TyperGroup):
                 raise
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Return the remaining arguments for the command."""
+        """Check the arguments and return those that remain for the command."""
         for k, word in enumerate(args):
             empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
@@ -135,7 +135,10 @@ class Words(TyperGroup):
         return super().parse_args(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands in groups, in the order of `HELP_PANELS`. Commands without a panel are listed last."""
+        """Write the list of commands in groups, in the order of `HELP_PANELS`.
+
+        Commands that belong to no group are listed last.
+        """
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in HELP_PANELS}
         width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
         for name in self.list_commands(ctx):
@@ -152,7 +155,7 @@ class Words(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Return the command that the first argument names.
 
-        The error for an unknown command suggests the nearest commands once.
+        If the command does not exist, the error suggests similar commands once.
         """
         try:
             return super().resolve_command(ctx, args)
@@ -187,22 +190,25 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
     ] = False,
 ) -> None:
-    """Options of the program."""
+    """Process the options of the program itself."""
 
 
 def say(*lines: object, err: bool = False) -> None:
-    """Write lines to the terminal. Names in the lines come from files, so control characters are shown as escapes."""
+    """Print lines in the terminal.
+
+    Control characters are shown as escapes, because names in the lines may come from files.
+    """
     for line in lines:
         typer.echo(write_singular(printable(line)), err=err)
 
 
 def say_json(value: object) -> None:
-    """Write a value as JSON to the terminal. Numbers that are not finite become null."""
+    """Print a value as JSON in the terminal. Numbers that are not finite are written as null."""
     typer.echo(json.dumps(finite_only(value), indent=2))
 
 
 def finite_only(value: Any) -> Any:
-    """Return a value of lists and tables in which every number that is not finite is replaced by None.
+    """Return a copy of nested lists and tables in which every number that is not finite is replaced by None.
 
     >>> finite_only({"a": [1.0, float("nan")]})
     {'a': [1.0, None]}
@@ -249,7 +255,7 @@ def worker_count(text: str) -> int | str:
     """Return the value of --workers: an integer >= 1, or 'auto'.
 
     Raises:
-        ConfigError: the text is neither of these.
+        ConfigError: the text is neither of the two.
     """
     if text != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,17}", text):
         raise ConfigError(f"--workers must be 'auto' or a number of at least 1, got {text!r:.80}")
@@ -263,16 +269,17 @@ PACKAGES_BY_MODULE = {
     "optuna": "fedloom[tune]",
     "scikit_posthocs": "fedloom-studies",
 }
-"""Modules that a command imports, and the package that installs them."""
+"""Package that installs each optional module, keyed by module. The package is named in the error message if the import
+fails."""
 
 
 @contextmanager
 def about_file(file: Path) -> Iterator[None]:
-    """Prefix the lines of an error message with the experiment file and the line of the key that they refer to.
+    """Add the name of the experiment file and the line of the key in question to error messages raised in the block.
 
     Raises:
-        ConfigError: raised within the block. The file and the line are added to its message, and to the message of a
-            DataError.
+        ConfigError: the block raised it. The file and the line are added to its message. The same information is added
+            to a DataError.
     """
     try:
         yield
@@ -284,7 +291,7 @@ def about_file(file: Path) -> Iterator[None]:
 
 
 def _located(sentence: str, file: Path, text: str, fix: str) -> str:
-    """Return a sentence preceded by the file and line of the first key named in the sentence or the fix."""
+    """Return an error message preceded by the file and the line of the first key that the message or the fix names."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # about the command itself
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
@@ -299,23 +306,24 @@ NAMED_KEY = re.compile(
     r"(?:\[\[(?P<array>\w+)\]\] (?P<place>\d+):? ?|\[(?P<table>\w+)\]:? ?|(?P<part>\w+)\.)?"
     r"(?:(?P<key>\w+)(?:[.:]| is )|unknown \w+ '(?P<word>[^']+)')"
 )
-"""Start of a sentence about an experiment file: a table, an entry in a list of tables, a key, or an unknown word."""
+"""Pattern for the start of an error message about an experiment file. The pattern matches a table, an entry in a list
+of tables, a key, or an unknown word."""
 KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 
 
 def line_of(
     text: str, table: str = "", key: str = "", word: str = "", array: str = "", place: str = "0", part: str = ""
 ) -> int | None:
-    r"""Return the line of an experiment file, counted from 1, to which a message refers, or None if no line matches.
+    r"""Return the line number in an experiment file that a message refers to, or None if no line matches.
 
     Args:
         text: text of the file.
-        table: table that contains the key. It is empty for a key at the top of the file.
-        key: the key.
+        table: table that contains the key. The name of the table is empty for a key at the top level of the file.
+        key: name of the key.
         word: unknown key or value.
-        array: list of tables, instead of a table.
-        place: position in the list of tables, counted from 1.
-        part: table in a dotted key.
+        array: name of a list of tables, given instead of ``table``.
+        place: position of the table in its list, counted from 1.
+        part: name of the table in a dotted key.
 
     >>> line_of("rounds = 2\n[local]\nlr = -1", "local", "lr"), line_of("lr = 3", word="lr")
     (3, 1)
@@ -340,7 +348,7 @@ def line_of(
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Print an expected error as a sentence on standard error, and exit with code 2 (bad input) or 1 (failure)."""
+    """Print an expected error as one sentence on standard error, and exit with code 2 (bad input) or 1 (failure)."""
     try:
         yield
     except RunStopped as stop:

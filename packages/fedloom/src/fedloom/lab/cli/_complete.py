@@ -1,4 +1,4 @@
-"""Completion with the Tab key, without torch: names are read from the sources and from run directories."""
+"""Completion with the Tab key that does not import torch: names are read from source files and run directories."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 Offer = Callable[[str], list[str]]
-"""Function that maps the start of a word to the words that complete it."""
+"""Function that returns the words that complete the given start of a word."""
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def offer(words: Callable[[], Iterable[str]]) -> Offer:
-    """Return a function that completes a word from ``words()``."""
+    """Return a function that completes a word with one of the words that ``words()`` yields."""
 
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -25,12 +25,12 @@ def offer(words: Callable[[], Iterable[str]]) -> Offer:
 
 
 def one_of(*words: str) -> Offer:
-    """Return a function that completes a word from fixed words."""
+    """Return a function that completes a word with one of the given words."""
     return offer(lambda: words)
 
 
 def _keys(module: str, name: str) -> Iterator[str]:
-    """Return the keys of the dictionary called ``name`` in a module, read from the text of the module."""
+    """Yield the keys of the dictionary called ``name`` in a module, found by parsing the source of the module."""
     for node in ast.parse((PACKAGE_FOLDER / module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
             yield from (
@@ -44,9 +44,10 @@ def _algorithms() -> Iterator[str]:
 
 
 def _summary() -> dict[str, Any]:
-    """Return ``summary.json`` of the first run directory on the command line, or {} if there is no run directory.
+    """Return the ``summary.json`` of the first run directory on the command line, or {} if there is none.
 
-    The command line comes from the shell, and nothing in it is parsed while an option waits for its value.
+    The command line is read from the shell, because its arguments have not been parsed while an option is being
+    completed.
     """
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     for word in line.split():
@@ -63,12 +64,12 @@ def _complete_runs(key: str) -> Offer:
 
 
 algorithms = offer(_algorithms)
-"""Names for ``fedloom describe``."""
+"""Names that complete an argument of ``fedloom describe``."""
 sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
-"""Names for ``fedloom data``."""
+"""Names that complete an argument of ``fedloom data``."""
 methods, seeds = _complete_runs("method"), _complete_runs("seed")
 """Labels and seeds of the runs in a run directory."""
 clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MAX_OFFERED_CLIENTS))))
-"""Numbers of the clients in a run directory."""
+"""Numbers of the clients in a run directory, up to a maximum."""
 MAX_OFFERED_CLIENTS = 1000
-"""Largest number of clients that the completion offers."""
+"""Maximum number of clients that are offered as completions."""

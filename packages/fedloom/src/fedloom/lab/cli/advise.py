@@ -1,4 +1,4 @@
-"""``fedloom advise``."""
+"""The command ``fedloom advise``."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def advise(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Advise on a method for your clients, and on its settings.
+    """Advise which method to use for your clients, and with which settings.
 
-    A few methods race on validation data. Run it again to resume. Test data are never read.
+    A few methods compete on validation data. Run the same command again to resume. Test data are never read.
 
-    Writes advised.toml, the experiment of the final comparison.
+    Writes advised.toml, an experiment file for the final comparison.
 
     Example: fedloom advise examples/quickstart.toml --out runs/quickstart-advice
     """

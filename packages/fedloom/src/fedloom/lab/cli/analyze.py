@@ -1,4 +1,4 @@
-"""``fedloom analyze``: any analysis by sums over the clients of an experiment file."""
+"""The command ``fedloom analyze``, which computes an analysis from sums over the clients of an experiment file."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def analyze_file(
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Compute statistics by sums over all clients of a file.
+    """Compute statistics from sums over all clients of a file.
 
-    The clients are the users of the table, or else the clients that the file's partition creates with its first seed.
-    Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set.
+    The clients are the users named in the table or, if there are none, the clients that the file's partition creates
+    with its first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed with
+    --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
@@ -83,13 +84,14 @@ def analyze_file(
 def choose_analysis(
     experiment: Experiment, name: str, values: Sequence[str], rules: Sequence[str]
 ) -> tuple[Analysis, Rules]:
-    """Return the analysis of a command and its rules, based on the experiment's analysis of this name, if there is one.
+    """Return the analysis that a command asks for, and the rules that apply to it.
 
     Args:
-        experiment: experiment in the file.
+        experiment: experiment in the file. If it contains an analysis of this name, that analysis supplies the
+            defaults.
         name: name of the analysis.
-        values: options of the analysis, such as ``width=30``.
-        rules: options of the rules, such as ``min_subjects=5``.
+        values: changes to options of the analysis, such as ``width=30``.
+        rules: changes to the rules, such as ``min_subjects=5``.
 
     Raises:
         ConfigError: the name, an option or a rule is unknown.

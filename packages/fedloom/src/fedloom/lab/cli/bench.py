@@ -1,4 +1,4 @@
-"""``fedloom bench``."""
+"""The command ``fedloom bench``."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def bench(
 ) -> None:
     """Measure how fast an experiment runs on this machine.
 
-    It also estimates how long the whole experiment takes. Nothing is written.
+    The command also estimates how long the whole experiment will take. Nothing is written.
 
-    Seconds are the median per round, without the first round and without evaluation. A row is marked as unreliable if
-    other processes used more than a tenth of a core during its measurement. With --ranks, the times of rounds on
-    several machines like this machine are calculated from the times of one process, as with --ranks 8 --machines 4
-    --rate 1000 --trip 50. With --per-gradient, methods are compared with FedAvg, and the time is split into time at the
-    clients and time at the server.
+    The reported time is the median per round in seconds, without the first round and without evaluation. A row is
+    marked as unreliable if other processes used more than a tenth of a core while it was measured. With --ranks, the
+    time of a round on several machines like this one is calculated from measurements of one process, as with --ranks 8
+    --machines 4 --rate 1000 --trip 50. With --per-gradient, methods are compared with FedAvg, and their time is split
+    into time at the clients and time at the server.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
@@ -135,7 +135,7 @@ def bench(
 
 
 def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield each method's processor time per gradient, relative to FedAvg."""
+    """Yield a row for each method with its processor time per gradient, relative to FedAvg."""
     from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
 
     fed = experiment.partition(experiment.source.read(data_dir), experiment.head.seeds[0])

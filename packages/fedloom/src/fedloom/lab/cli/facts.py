@@ -1,4 +1,4 @@
-"""Commands that look up facts: ``fedloom list``, ``describe``, ``schema`` and ``data``."""
+"""Commands that look up information: ``fedloom list``, ``describe``, ``schema`` and ``data``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
-"""Kinds of parts that other packages add. Each value is a function that returns the names with one line each."""
+"""Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names with a
+one-line description each."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
 )  # fmt: skip
-"""Kinds of parts that can be listed."""
+"""Kinds of parts that ``fedloom list`` accepts."""
 MIN_NAME_WIDTH = 22
-"""Smallest width of the column of names, in characters."""
+"""Minimum width of the column of names, in characters."""
 
 
 @app.command(name="list", rich_help_panel="Start")
@@ -34,9 +35,9 @@ def list_command(
     ] = "methods",
     as_json: AsJson = False,
 ) -> None:
-    """List methods, or another kind of part, by name.
+    """List the names of all methods, or of another kind of part.
 
-    Each name is shown with one line.
+    Each name is followed by a one-line description.
 
     Example: fedloom list partitions
     """
@@ -67,9 +68,9 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield names with their descriptions next to them, or below them on a narrow terminal.
+    """Yield lines with names and descriptions, side by side, or one below the other on a narrow terminal.
 
-    Without a width, lines are not wrapped.
+    If ``width`` is None, lines are not wrapped.
 
     >>> [*format_columns([("fedavg", "average of models.")], 18)]
     ['  fedavg', '    average of', '    models.']
@@ -95,9 +96,9 @@ def describe(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Print a method's card and its options.
+    """Print a method's reference card and its options.
 
-    The card gives the problem, reference, symbols, traffic, deviations, and when to use the method.
+    The card describes the problem, reference, symbols, traffic, deviations from the paper, and when to use the method.
 
     Example: fedloom describe flame
     """
@@ -122,9 +123,9 @@ def describe(
 
 
 def _options_of(name: str) -> dict[str, Any]:
-    """Return the options that a method defines as a JSON schema: type, default, range and meaning.
+    """Return a JSON schema of the options that a method defines, with their type, default, range and meaning.
 
-    The schema is empty for a method specified by an import path.
+    The schema is empty for a method that is given by an import path.
     """
     from fedloom.lab.experiment.index import index
 
@@ -138,7 +139,7 @@ def _options_of(name: str) -> dict[str, Any]:
 def schema() -> None:
     """Print the JSON schema of experiment files.
 
-    Editors use it to complete and check files.
+    Editors use the schema to complete and check files.
 
     Example: fedloom schema > fedloom.schema.json
     """
@@ -157,9 +158,9 @@ def data(
         bool, typer.Option("--fetch", help="first download the original files and check their digests (extra: fetch)")
     ] = False,
 ) -> None:
-    """Print the contents of a data set.
+    """Print a summary of a data set.
 
-    The output contains counts, shapes, classes and the checksum.
+    The summary contains counts, shapes, classes and the checksum.
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """

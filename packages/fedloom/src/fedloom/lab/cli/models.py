@@ -57,9 +57,9 @@ ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing 
 
 @app.command(name="models", rich_help_panel="Use models")
 def models_command(run: RunArgument) -> None:
-    """List the models of a run directory with their scores.
+    """List the models in a run directory with their scores.
 
-    The list contains global, personal, hybrid and adapted models.
+    The list includes global, personal, hybrid and adapted models.
 
     Example: fedloom models runs/patients
     """
@@ -81,9 +81,9 @@ def evaluate(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Score models on new data with labels.
+    """Score models on new labeled data.
 
-    Models are used as in predict: the model of each row's site or of --client, else the global model.
+    Models are chosen as in predict: the model of each row's site or of --client, or else the global model.
 
     Example: fedloom evaluate runs/patients --data new.csv --method ditto --client south
     """
@@ -129,9 +129,9 @@ def predict(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Predict rows without labels: a class or a value.
+    """Predict a class or a value for rows without labels.
 
-    For classes, probabilities are added.
+    For classes, probabilities are also written.
 
     Example: fedloom predict runs/patients patients.csv --out predictions.csv
     """
@@ -146,19 +146,19 @@ def predict(
 
 
 FAR_ROWS_EXIT_CODE = 3
-"""Exit code if some predicted rows are far outside the training data."""
+"""Exit code if some predicted rows lie far outside the range of the training data."""
 
 
 class PredictionsFile:
-    """CSV file of the predictions of a command.
+    """CSV file to which a command writes its predictions.
 
-    Without ``force``, an existing file is replaced only if it has the same columns as the new file, so that a table
-    with labels, or a predictions file to which someone has added a column, is kept.
+    Without ``force``, an existing file is replaced only if it has the same columns as the new file. This rule protects
+    a table with labels, or a predictions file to which someone has added a column.
 
     Args:
-        path: the file.
+        path: path of the file.
         inputs: files that the command reads.
-        force: True to replace a file of a different kind.
+        force: True to replace an existing file of any kind.
 
     Raises:
         ConfigError: predictions must not be written to this path.
@@ -171,9 +171,9 @@ class PredictionsFile:
     def write(
         self, predictions: Predictions, threshold: float | None, by: str = "", set_threshold: float | None = None
     ) -> None:
-        """Write predictions, with classes decided by a threshold on the probability, and print the notes on them.
+        """Write predictions, with classes chosen by a threshold on the probability, and print the notes about them.
 
-        Rows far outside the training data end the command with `FAR_ROWS_EXIT_CODE`.
+        If rows lie far outside the range of the training data, the command exits with `FAR_ROWS_EXIT_CODE`.
 
         Raises:
             ConfigError: the existing file has different columns.
@@ -209,7 +209,10 @@ class PredictionsFile:
 
 
 def _are_columns_of_predictions(line: bytes) -> bool:
-    """Return True if the first line of a file may be a header of predictions, whose exact columns are not known yet."""
+    """Return True if the first line of a file may be the header of a predictions file.
+
+    The exact columns are not known yet.
+    """
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
 
@@ -234,9 +237,9 @@ def adapt(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Create a personal model for a client that is new to the run.
+    """Train a personal model for a client that was not part of the run.
 
-    The model is trained by the method's own client step.
+    The model is trained with the client step of the method itself.
 
     Example: fedloom adapt runs/patients --data new.csv --method ditto --rounds 5
     """
@@ -299,10 +302,10 @@ def export(
     force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
-    """Write a model for use in other programs.
+    """Write a model to a file for use in other programs.
 
-    It is the model that predict uses, written as an ONNX or torch graph that accepts raw rows, or as its parameters
-    only.
+    The model is the one that predict uses. The model is written as an ONNX or torch graph that accepts raw rows, or as
+    parameters only.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """
@@ -329,7 +332,7 @@ def export(
 
 
 def _one(opened: RunDirectory, method: str | None, seed: int | None) -> RecordedRun:
-    """Return the requested run, which by default is the first seed of the only method."""
+    """Return the requested run. The default is the first seed of the only method."""
     runs = opened.runs(method, seed)
     methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:

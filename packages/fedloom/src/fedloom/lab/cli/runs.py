@@ -1,4 +1,4 @@
-"""``fedloom run`` and ``fedloom report``."""
+"""The commands ``fedloom run``, ``merge`` and ``report``."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def run(
 ) -> None:
     """Run an experiment with all its methods and seeds.
 
-    Run it again to resume.
+    Run the same command again to resume.
 
-    With --dry-run, print the plan and an estimate, and write nothing.
+    With --dry-run, print the plan and an estimate without writing anything.
 
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
 
@@ -152,7 +152,7 @@ def run(
 
 
 def _preview(plan: Plan) -> None:
-    """Print the plan of a run."""
+    """Print the plan of an experiment, with its sizes and its estimated cost."""
     from fedloom.lab.experiment.measure.bench import estimates, minutes
     from fedloom.lab.printing import print_rows
 
@@ -213,13 +213,13 @@ def _print_table(out: Path) -> None:
 
 
 def _recorded_figures(out: Path) -> bytes:
-    """Return a digest of the recorded figures. The digest is empty if no figures are recorded."""
+    """Return a digest of the recorded metrics. The digest is empty if no metrics are recorded."""
     place = out / "metrics.parquet"
     return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
 
 
 def _print_failures(outcomes: Sequence[Outcome]) -> None:
-    """Print a line for every run that ended badly. Interrupted runs share one line."""
+    """Print the reason for every run that failed or diverged. Interrupted runs are not listed."""
     for outcome in outcomes:
         if outcome.status not in ("done", "interrupted"):
             say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
@@ -231,7 +231,7 @@ def _print_conclusions(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> None:
-    """Print the winner and its margin, the compared models, and their costs."""
+    """Print the winner and its lead, the compared models, and their costs."""
     from fedloom.lab import report
 
     if all((run / "metrics.parquet").exists() for run in runs):
@@ -243,7 +243,7 @@ def _print_json(
     runs: Sequence[Path], baseline: str | None = None, compare_model: Models = "best-on-validation",
     margin: float | None = None, **more: object,
 ) -> None:  # fmt: skip
-    """Print results, comparisons and conclusions of run directories as one JSON object."""
+    """Print the results, comparisons and conclusions of run directories as one JSON object."""
     from fedloom.lab import report
 
     say_json(report.as_record(runs, baseline, compare_model, margin) | more)
@@ -254,9 +254,9 @@ def merge(
     runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
     out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
 ) -> None:
-    """Merge run directories of one experiment.
+    """Merge several run directories of the same experiment.
 
-    The directories may contain different seeds or methods of the experiment.
+    The directories may contain different seeds or methods of this experiment.
 
     Example: fedloom merge runs/seeds-0-4 runs/seeds-5-9 --out runs/all
     """
@@ -321,9 +321,9 @@ def report_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the report of runs as one offline HTML page.
+    """Write a report of runs as a single offline HTML page.
 
-    One or more run directories may be given. Every chart is also written next to it, as SVG and CSV.
+    One or more run directories may be given. Every chart is also written in a folder next to the page, as SVG and CSV.
 
     Example: fedloom report runs/a --baseline local
     """

@@ -1,4 +1,4 @@
-"""``fedloom tune``."""
+"""The command ``fedloom tune``."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def tune(
     executor: ExecutorName = None,
     trust: Trust = False,
 ) -> None:
-    """Choose every method's settings on validation data.
+    """Choose the settings of every method on validation data.
 
-    All methods receive the same number of trials and the same compute budget. Run it again to resume.
+    All methods receive the same number of trials and the same compute budget. Run the same command again to resume.
 
-    Writes tuned.toml, the experiment with the chosen settings, and tuning.md, a report on the trials.
+    Writes tuned.toml, the experiment file with the chosen settings, and tuning.md, a report on the trials.
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """

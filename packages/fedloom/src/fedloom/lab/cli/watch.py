@@ -1,4 +1,4 @@
-"""``fedloom watch``: the report of a run or deployment in progress, on this machine only."""
+"""The command ``fedloom watch``, which serves the report of a run or deployment in progress to this machine only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ setInterval(async () => {
   } catch { /* the command has ended: the last figures stay */ }
 }, %d);
 </script></body>"""
-"""Script that polls for changes to a report and redraws only what has changed."""
+"""Script that polls for a new report and redraws only the parts that have changed."""
 
 
 @app.command(rich_help_panel="Run")
@@ -50,10 +50,10 @@ def watch(
         ),
     ] = False,
 ) -> None:
-    """Serve the report of a run in progress.
+    """Serve the report of a run that is in progress.
 
-    A browser on this machine shows the report, with a table of who works on which run. Ctrl-C ends the server, not the
-    run.
+    Open it in a browser on this machine. The page includes a table of which process works on which run. Ctrl-C stops
+    the web server but not the run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -84,11 +84,11 @@ def watch(
 
 
 class Page:
-    """Report of a directory, which is written again when its figures have changed.
+    """HTML page with the report of a directory. The page is rewritten when new metrics are recorded.
 
     Args:
         folder: folder of a run or of a deployment.
-        every: number of seconds between two requests of the browser.
+        every: interval in seconds at which the browser asks for updates.
 
     Raises:
         RunDirError: the folder is neither a run directory nor a deployment.
@@ -110,7 +110,10 @@ class Page:
         self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING_PAGE
 
     def text(self) -> str:
-        """Return the current page. If a file cannot be read at the moment, the previous page is kept."""
+        """Return the HTML of the current page.
+
+        If a file cannot be read at the moment, the previous page is returned.
+        """
         from fedloom.lab import report
         from fedloom.lab.experiment.live import newest, snapshot
         from fedloom.lab.report.document import CONTENT_POLICY
@@ -133,7 +136,10 @@ class Page:
         return (LIVE_SCRIPT % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
     def _work(self) -> str:
-        """Return the table of who works on which unit, while processes share the directory. Empty otherwise."""
+        """Return a table of which process works on which unit, while several processes share the directory.
+
+        The HTML is empty if no processes share the directory.
+        """
         from fedloom.lab.experiment.units.status import list_status
         from fedloom.lab.report.markup import scrolling
 
@@ -146,14 +152,14 @@ class Page:
         return ""
 
     def close(self) -> None:
-        """Delete the files that were written for the page."""
+        """Delete the temporary files of the page."""
         self._draft.cleanup()
 
 
 def handler(page: Page) -> type[BaseHTTPRequestHandler]:
-    """Return a handler that answers ``GET /`` with the page and rejects every other path, and every other host.
+    """Return a request handler that serves the page at ``GET /`` and rejects all other paths and host names.
 
-    The host name is checked because another site could make its name resolve to this machine and read the page.
+    The host name is checked because another website could make its name resolve to this machine and read the page.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -189,6 +195,6 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Print nothing, because the terminal belongs to the user."""
+            """Log nothing, because the user works in this terminal."""
 
     return Handler

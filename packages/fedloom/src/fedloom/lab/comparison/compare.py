@@ -1,4 +1,4 @@
-"""compare: several methods with several seeds on the same clients, tested and ready for a paper, in one call."""
+"""compare: run several methods with several seeds on the same clients, test the differences and report them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ from fedloom.values import check_type, has_type, list_functions
 
 
 class Comparison(RecordedComparison):
-    """Result of `compare`: the recorded comparison, and each run with its models.
+    """Result of `compare`: the recorded comparison, and the result of each run with its trained models.
 
     Attributes:
-        folder: run directory, as `fedloom run` writes it. It can also be opened with `fedloom.open_run`.
-        results: results of the runs that produced one, by (label, seed).
-        failures: sentence about each run without a result, by (label, seed).
-        chosen: settings that were chosen for each method, by label. It is empty without a search.
+        folder: run directory with the same contents as one that `fedloom run` writes. The directory can also be opened
+            with `fedloom.open_run`.
+        results: results of the completed runs, keyed by (label, seed).
+        failures: reason why a run has no result, keyed by (label, seed).
+        chosen: settings that the search chose for each method, keyed by label. The mapping is empty if there was no
+            search.
     """
 
     def __init__(
@@ -91,64 +93,67 @@ def compare(
     name: str = "comparison",
     **choices: Unpack[Choices],
 ) -> Comparison:
-    """Run methods with several seeds on the same clients, and return their comparison.
+    """Run several methods with several seeds on the same clients, and return their comparison.
 
-    Runs are paired: with the same seed, all methods use the same split, cohorts, initial model and batches. The
-    experiment is equivalent to a file for `fedloom tune` and `fedloom run`, and the same code runs, resumes and reports
-    it.
+    Runs are paired: for a given seed, all methods use the same split, cohorts, initial model and batches. The call is
+    equivalent to an experiment file for `fedloom tune` and `fedloom run`: the same code runs, resumes and reports it.
 
     Args:
-        methods: methods by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your class), the
-            name of a method, or a table with ``algorithm``, its options and settings for this method only: ``model``,
-            ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``,
-            ``aggregator``, ``upload_transform``. Methods in a list are labelled by their names.
-        data: a federation. Also accepted: a data set, the name of a data set, or arrays ``(x, y)`` and other inputs of
-            `fedloom.Dataset.create`. Clients as `fedloom.Federation.create` accepts them, such as a list with a pair
-            ``(train, test)`` for each client.
-        model: model, as in `fedloom.simulate`. None: softmax.
-        partition: how a data set is split among clients, such as ``fl.partitions.dirichlet(clients=20, alpha=0.1)``. It
-            is drawn again for every seed. A federation is already split, so seeds change everything except the split.
-        seeds: seeds of the runs, one run of every method per seed. With fewer than five seeds, nothing is tested. If,
-            for some seeds, the runs of two methods only repeat other runs because they draw nothing that affects the
-            results, these seeds count once.
-        tune: number of trials per method. Settings are chosen on validation data with the same compute budget for all
-            methods, before the runs. Or the table ``[tune]`` of an experiment file. None: the settings are used
-            unchanged.
-        baseline: label of the method against which the other methods are tested. None: local training or FedAvg if one
-            of them was run.
-        compare_model: model of a method that is compared: ``best-on-validation``, the model that a client would use
-            (the better of a global and a personal model on the client's validation part), ``personal``, as papers
-            report it, or ``all``.
-        margin: largest difference that does not matter, in the units of the leading metric (0.01 of an accuracy is one
-            point). Methods whose difference is within the margin are equivalent. None: no margin is stated, and no
-            methods are called equivalent.
-        analyses: analyses computed in addition to the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables
-            with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows them.
-        folder: run directory, from which the same call resumes. A search uses ``<folder>-tune`` next to it. None: a
-            temporary directory.
+        methods: methods to compare, keyed by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of
+            your class), the name of a method, or a table with ``algorithm``, its options and settings for this method
+            only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
+            ``personalized_aggregation``, ``aggregator``, ``upload_transform``. Methods in a list are labeled by their
+            names.
+        data: a federation, which is already split into clients. Also accepted: a data set, the name of a data set, or
+            arrays ``(x, y)`` and other inputs of `fedloom.Dataset.create`. A list with a pair ``(train, test)`` for
+            each client, or anything else that `fedloom.Federation.create` accepts, is treated as a federation.
+        model: model to train, as in `fedloom.simulate`. None: softmax regression.
+        partition: rule that splits a data set among clients, such as ``fl.partitions.dirichlet(clients=20,
+            alpha=0.1)``. The split is drawn again for every seed. A federation is already split, so seeds change
+            everything except the split.
+        seeds: seeds of the runs. Every method is run once per seed. With fewer than five seeds, no difference is
+            tested. If two methods draw nothing that affects the results for some seeds, their runs for these seeds only
+            repeat other runs, and these seeds count as one.
+        tune: number of trials per method. Settings are chosen on validation data before the runs, with the same compute
+            budget for all methods. The table ``[tune]`` of an experiment file is also accepted. None: the settings are
+            used as given.
+        baseline: label of the method against which the other methods are tested. None: the baseline is local training
+            or FedAvg if one of them was run.
+        compare_model: which of a method's models is compared. ``best-on-validation`` is the model that a client would
+            use (the better of the global and the personal model on the client's validation part), ``personal`` is the
+            model that papers report, and ``all`` compares every model.
+        margin: largest difference that does not matter in practice, in the units of the leading metric (0.01 is one
+            percentage point of accuracy). Methods are called equivalent if their difference lies within the margin.
+            None: no methods are called equivalent.
+        analyses: analyses to compute after the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
+            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
+        folder: run directory. The same call with the same folder resumes an interrupted comparison. A search for
+            settings uses the folder ``<folder>-tune`` next to it. None: a temporary directory is used.
         join: True to share the runs with other processes that make the same call with the same folder, on any machine
             that can access the folder. Every process returns the whole comparison.
-        executor: executor that computes the runs: an object with ``submit(function, *arguments)``, such as Dask's
-            ``Client.get_executor()``, submitit's executors and the executors of `concurrent.futures`. Classes must be
-            in modules that its workers can import. The data are sent once per worker. The search for the settings of a
-            method is a single call.
-        callbacks: functions of an event (`fedloom.lab.experiment.events.Event`: label, seed, round, figures), which are
-            called after every round and at the end of every run. An error in a function is reported as a warning. To
-            end runs early, pass ``early_stop``.
-        track: tracker that logs the metrics of every run in ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
-        progress_bar: True to show a bar (in a terminal) or lines, on standard error.
-        name: name of the comparison, used in titles.
-        choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
+        executor: executor that performs the runs. The executor is an object with a method ``submit(function,
+            *arguments)``, such as Dask's ``Client.get_executor()``, submitit's executors and the executors of
+            `concurrent.futures`. Classes that the call uses must be defined in modules that the workers can import. The
+            data are sent once per worker. The whole search for the settings of one method is submitted as a single
+            call.
+        callbacks: functions that are called with an event (`fedloom.lab.experiment.events.Event`: label, seed, round,
+            figures) after every round and at the end of every run. An exception in a callback is reported as a warning.
+            To end runs early, pass ``early_stop``.
+        track: tracker that logs the metrics of every run to ``folder``: ``"tensorboard"``, ``"mlflow"`` or ``"wandb"``.
+        progress_bar: True to show progress on standard error, as a bar in a terminal and as lines elsewhere.
+        name: name of the comparison, shown in titles.
+        choices: other fields of `fedloom.Setting` that apply to all methods, such as ``rounds=50`` or ``local={"lr":
+            0.1}``.
 
     Returns:
-        The comparison: metrics of every method, their tests, models, and the report.
+        The comparison: the metrics of every method, their tests, the trained models, and the report.
 
     Raises:
-        ConfigError: values are invalid, or (Refused) do not work together. Nothing has been run in that case.
+        ConfigError: a value is invalid, or values do not work together (Refused). Nothing has been run in that case.
         DataError: the data cannot be converted to a data set.
-        RunDirError: the folder contains a different comparison.
-        RunStopped: the comparison was interrupted (the same call with the folder resumes), or no trial of a search was
-            completed.
+        RunDirError: the folder contains the results of a different comparison.
+        RunStopped: the comparison was interrupted (the same call with the same folder resumes it), or no trial of a
+            search was completed.
     """
     if tune is not None and find_spec("optuna") is None:
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
@@ -202,13 +207,13 @@ def compare(
 
 
 class _Hears(NamedTuple):
-    """Functions and tracker that receive the events of every run."""
+    """Callbacks and tracker that receive the events of every run."""
 
     callbacks: tuple[Listener, ...]
     track: str | None
 
     def listeners(self, plan: Plan, place: Path) -> tuple[Listener, ...]:
-        """Return all listeners of the runs in a directory."""
+        """Return all functions that receive the events of the runs in a directory."""
         if self.track is None:
             return self.callbacks
         return (*self.callbacks, Tracker(self.track, plan.experiment, place))
@@ -225,7 +230,7 @@ def _compared(
     join: bool = False,
     executor: Executor | None = None,
 ) -> Comparison:
-    """Run the missing runs and return the comparison in a folder."""
+    """Perform the missing runs and return the comparison stored in a folder."""
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
@@ -259,7 +264,7 @@ def _tuned(
     join: bool,
     executor: Executor | None,
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the document with the settings that a search chose, and these settings by label."""
+    """Return the experiment document with the settings that a search chose, and these settings keyed by label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
     from fedloom.lab.tune.search import note_limits, report_overspending
 
@@ -275,4 +280,4 @@ def _tuned(
 
 
 def _silent(event: object) -> None:
-    """Receive an event and do not show anything."""
+    """Ignore an event."""

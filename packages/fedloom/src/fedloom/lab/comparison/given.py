@@ -1,8 +1,8 @@
-"""Experiment built from Python values: data in memory, methods, modules, a partition or a ready federation.
+"""Experiment built from Python values: data in memory, methods, modules, and a partition or an existing federation.
 
-It is the same `Experiment` that a file defines, so the same code tunes, runs, resumes and reports it. Its settings
-refer to objects in memory by class and digest. If the same call is made again with the same values, it resumes from the
-folder.
+The result is the same `Experiment` that a file would define, so the same code tunes, runs, resumes and reports it. The
+settings of this experiment identify objects in memory by their class and digest. If the same call is made again with
+the same values, it resumes from the folder.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
-"""Keys of a mapping that is a data set. All other mappings contain clients by name."""
+"""Keys that mark a mapping as a data set. Any other mapping is read as clients, keyed by name."""
 
 
 class InMemory(Source):
-    """Data set that Python holds."""
+    """Data set that is held in memory."""
 
     held: Any = Field(exclude=True, repr=False, description="the data set")
 
@@ -51,7 +51,7 @@ class InMemory(Source):
 
 
 class Ready(Partition):
-    """Clients that exist already. Every seed uses the same clients."""
+    """Partition into clients that already exist. Every seed uses the same clients."""
 
     kind: ClassVar[str] = "ready"
     held: Any = Field(exclude=True, repr=False, description="the federation")
@@ -76,26 +76,27 @@ class Ready(Partition):
 
 
 class GivenExperiment:
-    """Experiment built from values, as a document that a search may change.
+    """Experiment built from Python values, with a document that a search for settings may change.
 
     Args:
-        methods: methods by label, or several methods that are labelled by their names.
-        data: a federation. Also accepted: a data set, the name of a data set, or an input of `Dataset.create`.
-        partition: partition that splits a data set.
-        seeds: seeds of the runs, one run of every method per seed.
+        methods: methods keyed by label, or a sequence of methods that are labeled by their names.
+        data: a federation, which is already split into clients. A data set, the name of a data set, or an input of
+            `Dataset.create` is also accepted.
+        partition: rule that splits a data set among clients.
+        seeds: seeds of the runs. Every method is run once per seed.
         tune: options of the search for settings.
-        name: name of the comparison.
+        name: name of the comparison, shown in titles.
         choices: fields of `Setting` that all methods share.
         analyses: analyses as values, names or tables.
-        keywords: further keywords of the caller, for messages.
-        call: call that the user writes, for messages.
+        keywords: other keywords that the caller accepts, listed in error messages.
+        call: name of the function that the user called, for error messages.
 
     Attributes:
-        document: experiment as a file would define it, but with values instead of tables.
+        document: content of the equivalent experiment file, but with values in place of tables.
         experiment: experiment that was built from the document.
 
     Raises:
-        ConfigError: values are invalid. The message names the method or choice.
+        ConfigError: a value is invalid. The message names the method or option.
         DataError: the data cannot be converted to a data set.
     """
 
@@ -138,19 +139,19 @@ class GivenExperiment:
 
     @property
     def references(self) -> list[str]:
-        """Possible baselines: each method, and the better of local training and FedAvg."""
+        """Labels that can serve as the baseline: each method, and the better of local training and FedAvg."""
         compared = self.experiment.methods
         alone, average = ([m.label for m in compared if m.setting.role == role] for role in ("alone", "average"))
         rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
         return [*(method.label for method in compared), *rival]
 
     def read(self, document: Mapping[str, Any], where: str = "") -> Experiment:
-        """Return the experiment of `document`, in which a search may have changed the tables of the methods."""
+        """Parse `document` into an experiment. A search may have changed the tables of its methods."""
         return parse(document, where or self._call, self._way)
 
 
 def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) -> Places:
-    """Return where keys belong in a call from Python: its keywords and the choices that all methods share."""
+    """Return the keys that a call from Python accepts: its keywords and the options that all methods share."""
 
     def special(key: str, value: object) -> str:
         for table in methods:
@@ -167,7 +168,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
 
 
 def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
-    """Return the source of the data, as a value or a table, and their partition."""
+    """Return the source of the data, as a value or a table, and the partition."""
     if data is None:
         raise ConfigError(f"{call}: data is missing. Pass a federation, a list of clients, a data set, or its name")
     if (
@@ -205,7 +206,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
 
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
-    """Return the tables of the methods, each with its label."""
+    """Return the tables that describe the methods, each with a label."""
     if not has_type(methods, Mapping, Sequence) or has_type(methods, str, bytes) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"

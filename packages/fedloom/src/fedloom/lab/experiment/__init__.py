@@ -1,7 +1,7 @@
-"""Experiments: TOML files, validated values, runs and run directories.
+"""Experiments: TOML files, their checked values, runs and run directories.
 
-Each name is imported on first use, so that `fedloom list` answers without torch and a deployed site does not load
-plans.
+Each name is imported on first use, so that `fedloom list` runs without importing torch and a deployed site does not
+load the code that runs experiments.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Cards for readers: descriptions of every method and its options.
+"""Reference cards: descriptions of every method and its options.
 
-The module also describes every other part that an experiment chooses by name.
+The module also lists every other kind of part that an experiment selects by name.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ PART_KINDS: Mapping[str, Mapping[str, type[Value]]] = {
     "schedules": SCHEDULES,
     "analyses": ANALYSES,
 }
-"""Topics of ``fedloom list`` in addition to methods, metrics and recipes."""
+"""Topics that ``fedloom list`` accepts in addition to methods, metrics and recipes."""
 
 COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
 """Methods that the documentation counts: all except references that train on the pooled data of all clients."""
 
 
 def parts(what: str) -> list[tuple[str, str]]:
-    """Return the names of a kind of `PART_KINDS`, or of "metrics", each with one line."""
+    """Return the names and one-line descriptions of all parts of a kind (a key of `PART_KINDS`, or "metrics")."""
     if what == "metrics":
         return [(n, f"{m.title}, {'higher' if m.higher else 'lower'} is better") for n, m in METRICS.items()]
     return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PART_KINDS[what].items()]
 
 
 def families() -> dict[str, list[tuple[str, str]]]:
-    """Return methods by family, each as (name, first line of the card)."""
+    """Return the methods of each family, as pairs (name, first line of the card)."""
     families: dict[str, list[tuple[str, str]]] = {}
     for name, entry in REGISTRY.items():
         family = "preset" if isinstance(entry, Preset) else entry.family
@@ -68,7 +68,7 @@ def families() -> dict[str, list[tuple[str, str]]]:
 
 
 def text(entry: type[Algorithm] | Preset) -> str:
-    """Return the card of a registry entry."""
+    """Return the descriptive text of a method's card."""
     if isinstance(entry, Preset):
         return inspect.cleandoc(entry.card)
     module = inspect.getmodule(entry)
@@ -76,10 +76,12 @@ def text(entry: type[Algorithm] | Preset) -> str:
 
 
 def card(name: str) -> str:
-    """Return the card of a method, or of a user's class by import path, with its options, defaults and ranges.
+    """Return the card of a method, with the defaults and ranges of its options.
+
+    The name may also be the import path of a user's class.
 
     Raises:
-        ConfigError: the method does not exist. The message names the nearest method.
+        ConfigError: no method has this name. The message suggests the most similar name.
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
@@ -96,13 +98,13 @@ THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "upload_transform": ("an upload transform", {"channel": CHANNELS["top-k"]()}),
     "attack": ("attackers", {}),
 }
-"""Kinds of parts that a theorem may not cover, in words, each with an example for `check_together`."""
+"""Kinds of parts that a theorem may not cover: a description of each, and an example for `check_together`."""
 
 
 def theory(name: str) -> list[str]:
-    """Return lines about what the method's paper proves, under which conditions, and what is not covered.
+    """Return lines that state what a method's paper proves, its conditions, and what the theorem does not cover.
 
-    The list is empty without a theorem.
+    The list is empty if the paper has no theorem.
     """
     if name not in THEOREM_TABLE:
         return []
@@ -136,7 +138,7 @@ def loses(name: str) -> tuple[str, ...]:
 
 
 def _paper(entry: type[Algorithm] | Preset) -> list[str]:
-    """Return the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
+    """Return lines about the constants of ``defaults = "paper"`` and ``"released"`` that differ from the defaults."""
     lines = []
     for word, constants in (("paper", entry.paper), ("released", entry.released)):
         if constants:
@@ -149,7 +151,7 @@ def _paper(entry: type[Algorithm] | Preset) -> list[str]:
 
 
 def cards() -> dict[str, str]:
-    """Return the card of every method in the registry, by name."""
+    """Return the card of every registered method, keyed by name."""
     return {name: card(name) for name in REGISTRY}
 
 

@@ -1,4 +1,4 @@
-"""The JSON schema of experiment files, for editors."""
+"""JSON schema of experiment files, for editors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.lab.experiment.schema import SETTING_TABLES, Top
 from fedloom.values import Value
 
 Schema = dict[str, Any]
-"""A JSON schema."""
+"""A JSON schema, as a dictionary."""
 
 
 def json_schema() -> str:

@@ -1,4 +1,4 @@
-"""Events: progress reports of runs for the terminal, trackers and callers, also from other processes."""
+"""Events: progress reports of runs for the terminal, trackers and callbacks. Runs in other processes send them too."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
 EVENT_INTERVAL_SECONDS = 0.2
-"""Number of seconds between two events of a run in another process that has measured nothing new."""
+"""Minimum time in seconds between two events of a run in another process if nothing new was measured."""
 
 ERROR_GRACE_SECONDS = 2.0
-"""Number of seconds after an error during which events in transit are still passed on."""
+"""Time in seconds after an error during which events that are already queued are still delivered."""
 
 Figures = dict[str, float]
-"""Metrics of the whole federation by ``model/part/metric``."""
+"""Metrics of the whole federation, keyed by ``model/part/metric``."""
 
 
 class Event(NamedTuple):
-    """State of a run after a round, or at its end.
+    """State of a run after a round, or at the end of the run.
 
     Attributes:
-        label: name of the run.
+        label: label of the method.
         seed: seed of the run.
-        rounds: number of rounds of the run.
-        round: rounds done.
-        figures: metrics measured since the last event, by round. The first event of a run contains all metrics so far.
-        pace: recent time per round in seconds, including the round's share of evaluation. None while it is unknown.
-        diverged: sentence about the divergence, if this event is the first to detect it. The run continues.
-        status: word for how the run ended. It is empty during the run.
+        rounds: total number of rounds of the run.
+        round: number of rounds completed so far.
+        figures: metrics measured since the last event, keyed by round. The first event of a run contains all metrics
+            measured so far.
+        pace: recent time per round in seconds, including a proportional share of the evaluation. None while the time is
+            unknown.
+        diverged: sentence that describes the divergence, if this event is the first to detect it. The sentence is empty
+            otherwise. The run continues.
+        status: word for how the run ended, such as "failed". The word is empty while the run is in progress.
     """
 
     label: str
@@ -50,20 +53,21 @@ class Event(NamedTuple):
 
 
 Listener = Callable[[Event], object]
-"""Function that receives every event.
+"""Function that is called with every event.
 
-Its return value is ignored, and an exception that it raises becomes a warning that does not end the run.
+The return value of the function is ignored. An exception that it raises is reported as a warning and does not end the
+run.
 """
 
 
 class Emitter:
-    """Callback for `simulate` that turns states of a run into events.
+    """Callback for `simulate` that turns the states of a run into events.
 
     Args:
-        listeners: functions that receive every event.
-        label: name of the run.
-        setting: the run.
-        pause: number of seconds during which events without metrics are skipped.
+        listeners: functions that are called with every event.
+        label: label of the method.
+        setting: setting of the run.
+        pause: minimum time in seconds between events that contain no new metrics.
     """
 
     def __init__(self, listeners: tuple[Listener, ...], label: str, setting: Setting, pause: float = 0.0) -> None:
@@ -71,12 +75,12 @@ class Emitter:
         self._records_read, self._last, self._divergence, self._guard = 0, 0.0, Divergence(), Guard()
 
     def __call__(self, state: State) -> None:
-        """Send an event after a round."""
+        """Send an event after a round, unless it has no new metrics and the last event was too recent."""
         if len(state.records.items) > self._records_read or time.monotonic() - self._last >= self._pause:
             self._emit(state, "")
 
     def end(self, state: State | None, status: str) -> None:
-        """Send the event at the end of a run. The state is None if code failed."""
+        """Send the event at the end of a run. The state is None if user code failed."""
         if state is not None:
             self._emit(state, status)
             return
@@ -105,12 +109,12 @@ class EventQueue:
         self._queue: SimpleQueue[Event | None] = get_context("fork").SimpleQueue()
 
     def send(self, event: Event) -> None:
-        """Pass an event to another process."""
+        """Send an event to the process that listens."""
         self._queue.put(event)
 
     @contextmanager
     def listening(self, *listeners: Listener) -> Iterator[None]:
-        """Pass on every event from a thread during the block, and for `ERROR_GRACE_SECONDS` after an error."""
+        """Deliver all events from a thread during the block, and for `ERROR_GRACE_SECONDS` after an error."""
         guard = Guard()
 
         def listen() -> None:

@@ -1,4 +1,4 @@
-"""Run an experiment: all missing methods and seeds, several at a time if this is faster."""
+"""Run an experiment: perform all missing runs, several at a time if this is faster."""
 
 from __future__ import annotations
 
@@ -80,25 +80,26 @@ class Plan:
     """Runs of an experiment in a run directory.
 
     Args:
-        experiment: experiment to run.
+        experiment: the experiment to run.
         out: run directory, created if it does not exist.
         data_dir: folder of data sets.
-        force: True to discard the existing results, once `run` has locked the directory.
-        partly: True to discard only the results of the experiment's methods. The directory must belong to this
+        force: True to discard the existing results. Existing results are discarded after `run` has locked the
+            directory.
+        partly: True to discard only the results of the methods in this experiment. The directory must belong to this
             experiment.
-        dry: look only. Nothing is written or discarded yet.
-        reads: files that the call reads, such as the experiment file.
-        ranks: processes, all of which make the same calls. Only rank 0 uses the directory, except for rows stored on
-            each machine.
+        dry: True to only inspect the directory. Nothing is written or discarded in that case.
+        reads: files that the caller reads, such as the experiment file.
+        ranks: distributed processes, all of which must make the same calls. Only rank 0 uses the run directory, except
+            for rows that are stored on each machine.
 
     Attributes:
-        notes: facts about each method that are known before its first round, by label.
+        notes: remarks about each method that are known before its first round, keyed by label.
 
     Raises:
-        RunDirError: the directory belongs to a different experiment, or is not a run directory.
+        RunDirError: the directory belongs to a different experiment, or it is not a run directory.
         DataError: the data cannot be read.
-        ConfigError: the experiment cannot work, or the directory is inside a run directory or a deployment, or contains
-            a file that the call reads. Nothing has been written in that case.
+        ConfigError: the experiment is invalid, or the directory lies inside another run directory or a deployment, or
+            it contains a file that the caller reads. Nothing has been written if it is raised.
     """
 
     @default_to_cpu()
@@ -148,7 +149,10 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes about the first seed's clients and about the methods, each given once with the labels concerned."""
+        """Remarks about the first seed's clients and about the methods.
+
+        Each remark appears once, with the labels of its methods.
+        """
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
             for note in notes:
@@ -163,35 +167,38 @@ class Plan:
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Number of rounds of each method, summed over all seeds, by label."""
+        """Number of rounds of each method, summed over all seeds and keyed by label."""
         return self.experiment.rounds
 
     @cached_property
     def share(self) -> Share:
-        """Number of runs at a time, and number of processes per run."""
+        """Number of simultaneous runs, and number of processes per run."""
         return Share(1, 1) if self.ranks.size > 1 else decide_share(self.experiment, self.federations)
 
     @undisturbed()
     def run(
         self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
     ) -> list[Outcome]:
-        """Run the missing runs, write every file of the run directory, and return all outcomes.
+        """Perform the missing runs, write every file of the run directory, and return all outcomes.
 
         Args:
-            listeners: functions that receive an event after every round and at the end of every run.
-            page: True to write the report.
-            join: True to share the runs with other processes that join, on any machine that can access the directory.
-            executor: engine that computes the runs, with ``submit(function, *arguments)`` (see `units.executors`).
+            listeners: functions that are called with an event after every round and at the end of every run.
+            page: True to write the HTML report.
+            join: True to share the runs with other processes that join the experiment, on any machine that can access
+                the directory.
+            executor: executor that performs the runs, with a method ``submit(function, *arguments)`` (see
+                `units.executors`).
 
         Returns:
-            The outcome of every run, including existing outcomes.
+            The outcome of every run, including runs that were already complete.
 
         Raises:
-            CheckpointError: the disk is full or rejects a write. Finished work is kept.
-            RunDirError: another process works in the directory, or has made it the directory of a different experiment.
-                Also raised if two labels differ only in case and the disk ignores case.
+            CheckpointError: the disk is full or refuses a write. Completed work is kept.
+            RunDirError: another process is using the directory, or has started a different experiment in it. This error
+                is also raised if two labels differ only in case and the file system ignores case.
             ConfigError: ``join`` is combined with ranks or with discarding existing results.
-            RunStopped: the user interrupted a process that had joined. The other processes continue.
+            RunStopped: the user interrupted this process, which had joined the experiment. The other processes
+                continue.
         """
         if executor is not None:
             self._check_travels(executor, join=join)
@@ -218,7 +225,7 @@ class Plan:
         return outcomes
 
     def _check_travels(self, executor: Executor, *, join: bool) -> None:
-        """Raise if no executor can run the experiment, before any work is done."""
+        """Raise an error if no executor can run the experiment, before any work is done."""
         check_executor(executor)
         if join or self.ranks.size > 1:
             raise ConfigError("an executor distributes the work itself. Leave join and torchrun out")
@@ -228,7 +235,10 @@ class Plan:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
-        """Have an executor compute the missing runs and return whether the user stopped it, and the failures by run."""
+        """Let an executor perform the missing runs.
+
+        Return whether the user stopped it, and the failures keyed by run.
+        """
         folders = [(run, self._directory.folder(CHECKPOINTS_FOLDER, *run)) for run in self.runs]
         missing = [(run, folder) for run, folder in folders if not is_whole(folder, run[0].setting.rounds)]
         units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
@@ -247,9 +257,9 @@ class Plan:
             return interrupted(), failures
 
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
-        """Do the work of `run` together with other processes and return all outcomes.
+        """Perform the work of `run` together with other processes and return all outcomes.
 
-        The processes share the runs, the further runs of analyses, and the final files.
+        The processes divide the runs, the additional runs that analyses need, and the writing of the final files.
         """
         if self.ranks.size > 1:
             raise ConfigError(
@@ -311,11 +321,12 @@ class Plan:
         failures: Mapping[tuple[str, int], str | None] = NO_CHOICES,
         read: Mapping[tuple[str, int], Outcome] = NO_CHOICES,
     ) -> list[Outcome]:
-        """Run everything that is missing and return the outcome of every run.
+        """Perform all missing runs and return the outcome of every run.
 
-        Listeners have already received the events of the runs that ``ended``. Outcomes that have been ``read`` stay.
+        Runs in ``ended`` send no events, because listeners have already received them. Outcomes in ``read`` are used as
+        they are.
 
-        Runs in ``failures`` have failed in another process and are not tried again.
+        Runs in ``failures`` failed in another process and are not repeated.
         """
         outcomes = []
         with interruptible() as stop_requested:
@@ -342,11 +353,11 @@ class Plan:
         advance: bool = True,
         claim: UnitClaim | None = None,
     ) -> Outcome:
-        """Run a method with a seed and return the outcome.
+        """Run one method with one seed and return the outcome.
 
-        A number of workers marks it as one of several simultaneous runs.
+        If ``workers`` is given, the run is one of several simultaneous runs.
 
-        A run with a claim is computed in the folder of the claim.
+        If ``claim`` is given, the run is computed in the folder of the claim.
         """
         setting = method.setting.with_(seed=seed)
         if workers is not None:
@@ -379,9 +390,10 @@ class Plan:
         ended: set[tuple[str, int]],
         read: dict[tuple[str, int], Outcome],
     ) -> bool:
-        """Compute the runs in forked processes and return True if the user stopped them.
+        """Perform the runs in forked processes and return True if the user stopped them.
 
-        The processes write checkpoints and models. This process reads the outcome of every complete run meanwhile.
+        The forked processes write checkpoints and models. Meanwhile, this process reads the outcome of every run that
+        has been completed.
         """
         line, seconds = EventQueue(), dict[str, float]()
         seeds = self.experiment.head.seeds
@@ -425,9 +437,9 @@ class Plan:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
-        """Compute the further runs that analyses need, for each complete run.
+        """Perform the additional runs that analyses need, for each complete run.
 
-        Rows of runs that already exist are kept.
+        Rows that have already been computed are kept.
         """
         further, tables = self._further(outcomes), list[pa.Table]()
         further.write(tables)
@@ -446,7 +458,7 @@ class Plan:
 
 
 def _save_models(result: Result, folder: Path) -> None:
-    """Write the models unless intact files already exist."""
+    """Write the models of a result to a folder, unless intact files already exist."""
     try:
         for name in result.models.files():
             check_file_digest(folder / f"{name}.safetensors")

@@ -1,4 +1,4 @@
-"""Read experiment files: each key, kind, type and range is checked once, here, and becomes part of a value."""
+"""Read experiment files: the keys, types and ranges of a file are checked here, once, and converted to values."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def read(
     document: Mapping[str, object] | None = None,
     **engine: object,
 ) -> Experiment:
-    """Read a TOML file and return its experiment, with the changes described in `fedloom.lab.experiment.overrides`.
+    """Read a TOML file and return its experiment, changed as described in `fedloom.lab.experiment.overrides`.
 
     Args:
-        path: path of the file, which may be in a run directory, where the table ``resolved`` records the versions used
-            in its run.
-        values: changed values, such as ``local.lr=0.1``.
-        methods: labels or algorithms of the methods to keep. If it is empty, all methods are kept.
-        rounds: number of rounds of every method, instead of the file's number.
-        trust: True to run code that the file names by import path although another user owns the file.
-        refit: True to train on all samples with the first seed.
-        recorded: True if an earlier version may have written the file, as in a run directory: its keys may have their
-            old names.
+        path: path of the file. The file may be in a run directory, where its table ``resolved`` records the versions
+            that the run used.
+        values: changes to single values, such as ``local.lr=0.1``.
+        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
+        rounds: number of rounds of every method, which replaces the number in the file.
+        trust: True to run code that the file names by import path even if another user owns the file.
+        refit: True to train on all samples, with the first seed.
+        recorded: True if an earlier version may have written the file, as in a run directory. The keys of such a file
+            may have their old names.
         document: content of the file, if it has already been read.
-        engine: values that replace keys of the table [engine], unless they are None.
+        engine: values for keys of the table [engine]. Values that are not None replace those of the file.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, contains impossible values, or names code and belongs to another
-            user.
+        ConfigError: the file is missing, is not valid TOML, contains invalid values, or names code although another
+            user owns the file.
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
@@ -81,17 +81,18 @@ def read(
 
 
 def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | None = None) -> Experiment:
-    """Check a document and return its experiment.
+    """Check the content of an experiment file and return its experiment.
 
     Args:
-        document: content of an experiment file. In Python, its tables may be values, and its algorithms may be methods.
-        where: name of the file, for messages.
-        way: origin of the document. None: a file.
+        document: content of an experiment file. In Python, values may replace its tables, and method objects may
+            replace the names of algorithms.
+        where: name of the file, for error messages.
+        way: keys that the origin of the document accepts. None: the document comes from a file.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the
-            key, the given value and the allowed values.
-        DataError: the path of the data does not lead to a data set.
+            key, the given value, and the values that are allowed.
+        DataError: the path of the data is not a data set.
     """
     document = expand_grid(document, where)
     way = way or file_places()
@@ -133,10 +134,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
 
 
 def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
-    """Return the analyses of a file's [[analysis]] tables, or of values, names and tables in Python.
+    """Return the analyses described by a file's [[analysis]] tables, or by values, names and tables in Python.
 
     Raises:
-        ConfigError: a kind or option is unknown, or two analyses are of the same kind.
+        ConfigError: a kind or option is unknown, or two analyses have the same kind.
     """
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise ConfigError(
@@ -158,9 +159,9 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 
 
 def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
-    """Return the setting, with the groups of the first analysis in a weigher that compares groups.
+    """Return the setting, with groups added if its aggregation weights compare groups of rows.
 
-    They are the groups of the first analysis that defines groups.
+    The groups are those of the first analysis that defines groups.
     """
     columns = next((value.kept_columns for value in analyses if value.kept_columns), ())
     weigher = setting.aggregation_weights.with_groups(columns) if columns else setting.aggregation_weights
@@ -168,9 +169,9 @@ def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
 
 
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the table [local] merged with the corresponding table of a method.
+    """Return the table [local] with the changes that the table of a method makes to it.
 
-    Epochs replace steps, and steps replace epochs.
+    If the changes set epochs, steps are dropped, and vice versa.
     """
     pairs = (("steps", "epochs"), ("epochs", "steps"))
     replaced = {other for key, other in pairs if key in changes and other not in changes}
@@ -178,18 +179,18 @@ def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> d
 
 
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
-    """Return a message that states the first key in which recorded and current settings differ, or "" if they agree.
+    """Return a message about the first key in which the recorded and the current settings differ, or "" if they agree.
 
-    Methods and analyses may be added or removed. If settings were recorded before an option existed, the default of the
-    option applies.
+    Methods and analyses may be added or removed. If an option did not exist when the settings were recorded, its
+    default applies.
 
     Args:
-        recorded: settings as stored in a run directory.
-        now: `Experiment.settings`.
-        free: pattern of the dotted keys that may differ.
+        recorded: settings stored in a run directory.
+        now: current settings, from `Experiment.settings`.
+        free: regular expression for the dotted keys that may differ.
 
     Raises:
-        KeyError, TypeError: ``recorded`` is not a document of settings.
+        KeyError, TypeError: ``recorded`` does not have the structure of recorded settings.
     """
     now, recorded = (
         {k: v for k, v in document.items() if k != "analysis"} for document in (now, update_document(recorded))
@@ -231,7 +232,7 @@ def _method(
 ) -> Method:
     """Return the method that a table describes.
 
-    The experiment's choice of constants applies unless the table makes its own choice.
+    The experiment's choice of default constants applies unless the table makes its own choice.
     """
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"

@@ -1,6 +1,6 @@
-"""Cache of cards, names and the JSON schema for users, so that `list`, `describe` and `schema` need no torch.
+"""Cache of cards, names and the JSON schema, so that `list`, `describe` and `schema` run without importing torch.
 
-The cache is valid only for the sources from which it was made.
+The cache is valid only for the source files from which it was built.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ INDEX_FILE = "index.json"
 
 
 class Index(NamedTuple):
-    """Texts that the commands print.
+    """Texts that `list`, `describe` and `schema` print.
 
     Attributes:
-        families: methods by family, each as (name, first line of the card).
-        parts: other parts by kind, each as (name, one line).
-        cards: the card of every method, by name.
+        families: methods of each family, as pairs (name, first line of the card).
+        parts: all other parts, keyed by kind, as pairs (name, one-line description).
+        cards: the card of every method, keyed by name.
         schema: the JSON schema of experiment files.
     """
 
@@ -33,7 +33,7 @@ class Index(NamedTuple):
 
 
 def index() -> Index:
-    """Return the cached index. It is rebuilt if it is missing or was made from different sources."""
+    """Return the cached index. The index is rebuilt if it is missing or was built from different source files."""
     text = cache.find(INDEX_FILE, _sources())
     return _make() if text is None else Index(**json.loads(text))
 
@@ -48,6 +48,6 @@ def _make() -> Index:
 
 
 def _sources() -> str:
-    """Return a digest of the package's files, the versions of its dependencies, and the analyses of other packages."""
+    """Return a digest of the package's files, its dependencies' versions and the analyses that other packages add."""
     added = "".join(f"{name}{place}" for name, place in ANALYSES.places.items())
     return cache.fingerprint([Path(__file__).parents[2]]) + hashlib.sha256(added.encode()).hexdigest()[:16]

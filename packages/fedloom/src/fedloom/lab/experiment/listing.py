@@ -1,4 +1,4 @@
-"""The models of a run directory and their scores."""
+"""List of the models in a run directory, with their scores."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from fedloom.trained.model import facts_of, open_tensors
 from fedloom.trained.model_source import MODEL_CHOICES
 
 Row = dict[str, str | int | float | None]
-"""Row that describes a model: cells by column."""
+"""Row that describes a model, keyed by column name."""
 
 
 def listed(opened: RunDirectory) -> list[Row]:
-    """Return a row for each model: method, seed, kind, count, leading metric, and file.
+    """Return a row for each model: method, seed, kind, number of models, leading metric, and file.
 
-    The metric is the mean over the clients' test parts after the last evaluated round, followed by the mean over the
-    worst tenth of the clients. The metric of an adapted model is measured on the samples that were held out.
+    The metric after the last evaluated round is given as the mean over the clients' test parts and as the mean over the
+    worst tenth of the clients. The metric of an adapted model is measured on samples that were held out from the
+    adaptation.
     """
     table = opened.table()
     lead = leading(table["metric"].unique().to_pylist())

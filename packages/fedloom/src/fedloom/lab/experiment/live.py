@@ -1,4 +1,4 @@
-"""Live metrics of an unfinished run, for an interim report."""
+"""Live metrics of an unfinished run, from which an interim report can be made."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fedloom.rundir import (
 from fedloom.storage.files import make_folder
 
 WRITE_INTERVAL_SECONDS = 2.0
-"""Smallest number of seconds between two files of a run's live metrics."""
+"""Minimum time in seconds between two writes of a run's live metrics."""
 
 
 class LiveFigures:
-    """Callback for `simulate` that writes the metrics of a run in progress for other processes (see `snapshot`).
+    """Callback for `simulate` that writes the metrics of a run in progress, so that other processes can read them.
 
     Args:
         out: the run directory.
@@ -42,7 +42,7 @@ class LiveFigures:
         self._last, self._records_written = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
-        """Write the metrics after a round if anything was measured since the last file."""
+        """Write all metrics after a round, unless nothing new was measured or the last write was too recent."""
         count, now = len(state.records.items), time.monotonic()
         if count == self._records_written or (now - self._last < WRITE_INTERVAL_SECONDS and state.round < self._rounds):
             return
@@ -53,9 +53,9 @@ class LiveFigures:
 
 
 def newest(out: Path) -> dict[str, int]:
-    """Return the files of a run directory that a report reads, with their modification times.
+    """Return the files of a run directory that a report reads, keyed by name, with their modification times.
 
-    The times change when there is something new.
+    A change of these times shows that the report is out of date.
     """
     names = (SETTINGS_FILE, METRICS_FILE, TIMINGS_FILE, PARTITION_FILE, SUMMARY_FILE)
     paths = [*(out / name for name in names), *_live_files(out)]
@@ -67,16 +67,16 @@ def newest(out: Path) -> dict[str, int]:
 
 
 def snapshot(out: Path, into: Path) -> Path:
-    """Write a run directory with the current metrics for a report and return it.
+    """Write a copy of a run directory that contains the current metrics, and return its path.
 
-    The directory of a finished run is returned unchanged.
+    If the run is finished, the path of the directory itself is returned.
 
     Args:
         out: the run directory.
-        into: folder to write to.
+        into: folder in which the copy is written.
 
     Raises:
-        FileNotFoundError: the run ends, or is deleted, at this moment.
+        FileNotFoundError: the run ended, or was deleted, during the call.
     """
     live = {path.name: path for path in _live_files(out)}
     if not live:
@@ -95,6 +95,6 @@ def snapshot(out: Path, into: Path) -> Path:
 
 
 def _live_files(out: Path) -> list[Path]:
-    """Return the live metrics files of runs here and of runs claimed by other processes, newest attempts last."""
+    """Return the files of live metrics from this process and from processes with claims, latest attempts last."""
     claimed = sorted(out.glob(f"{WORK_FOLDER}/*/*/{LIVE_FOLDER}/*.parquet"), key=lambda path: int(path.parts[-3]))
     return [*sorted((out / LIVE_FOLDER).glob("*.parquet")), *claimed]

@@ -1,4 +1,7 @@
-"""Finished run directory: its numbers and its models, without recomputing anything and without the run's data."""
+"""A finished run directory, opened to read its metrics and models.
+
+Nothing is recomputed, and the run's data are not needed.
+"""
 
 from __future__ import annotations
 
@@ -58,25 +61,25 @@ FIGURE_COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric"
 
 
 class RecordedData(Source):
-    """Data of a finished run, which may have been moved."""
+    """Placeholder for the data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
         raise DataError("fedloom does not read the data of a finished run. Read the data with their source")
 
 
 class RunDirectory:
-    """A run directory.
+    """A run directory, opened for reading.
 
-    Iteration yields its runs. ``opened["flame", 0]`` is the run of the method "flame" with seed 0.
+    Iterating over it yields its runs. ``opened["flame", 0]`` is the run of the method "flame" with seed 0.
 
     Args:
-        path: the directory.
+        path: path of the directory.
         model: see `open_run`.
         trust: True to run code that the directory names by import path although another user owns the directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
-        ConfigError: the given model is not a model, or the settings of the runs already specify their models.
+        ConfigError: the given model is not a model, or the recorded settings already specify the models of the runs.
     """
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
@@ -127,10 +130,10 @@ class RunDirectory:
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
     def runs(self, method: str | None = None, seed: int | None = None) -> list[RecordedRun]:
-        """Return the runs of a method, of a seed, of both, or all runs.
+        """Return the runs of a method, the runs of a seed, the run of both, or all runs.
 
         Raises:
-            ConfigError: the method or the seed does not exist.
+            ConfigError: the directory contains no run of this method or seed.
         """
         methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
         if method is not None and method not in methods:
@@ -144,10 +147,10 @@ class RunDirectory:
         return read_table(self.path / METRICS_FILE, FIGURE_COLUMNS)
 
     def table(self) -> pa.Table:
-        """Return every metric of every run, with the columns ``method`` and ``seed`` first.
+        """Return a table of every metric of every run. The first two columns of the table are ``method`` and ``seed``.
 
         Raises:
-            RunDirError: the file is missing or damaged.
+            RunDirError: the file with the metrics is missing or damaged.
         """
         if not (self.path / METRICS_FILE).is_file():
             raise RunDirError(f"{self.path} contains no metrics.parquet. Run the experiment again to write it")
@@ -155,15 +158,18 @@ class RunDirectory:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The settings. Data and clients are not loaded, because they may have been moved.
+        """Settings of the experiment. The data and the clients are not loaded, because the data may have been moved.
 
         Raises:
-            ConfigError: a part of the user's code can no longer be imported, or the directory belongs to another user.
+            ConfigError: some of the user's code can no longer be imported, or the directory belongs to another user.
         """
         return self._experiment(self._methods)
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
-        """Return the settings restricted to the given methods. The code of other methods may no longer exist."""
+        """Return the settings of the experiment with only the given methods.
+
+        The other methods are left out because their code may no longer exist.
+        """
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
         document = {k: v for k, v in self._document.items() if k not in apart}
@@ -172,17 +178,17 @@ class RunDirectory:
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
-        """Tables of the methods."""
+        """Tables that describe the methods."""
         methods = self._document.get("method")
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings, with the given model if the table does not specify a model."""
+        """Return a table of settings, with the user's model inserted if the table names no model."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
     def _setting(self, label: str) -> Setting:
-        """Return the settings of a method."""
+        """Return the setting of a method."""
         tables = [m for m in self._methods if m.get("label") == label]
         name = tables[0].get("algorithm") if tables else None
         if name not in REGISTRY and not is_path(name):
@@ -194,17 +200,17 @@ class RunDirectory:
         return self._experiment(tables).methods[0].setting
 
     def saved_models(self, method: str, seed: int) -> SavedModels:
-        """Return the files of a run's models."""
+        """Return the saved models of a run."""
         run, folder = self._setting(method), run_folder(self.path, MODELS_FOLDER, method, seed)
         return SavedModels(folder, run.method, run.model, run.local, seed, method, run.task)
 
     @cached_property
     def new_data(self) -> NewData:
-        """Options of the run for reading new data."""
+        """Options with which the run's models read new data."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read and return labelled new data, by name or path as in ``[data] source``, in the form for the models.
+        """Read labeled new data, given as in ``[data] source``, and return them in the form that the models need.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -222,24 +228,25 @@ class RunDirectory:
         data_dir: str | Path | None = None,
         id_columns: Sequence[str] = (),
     ) -> Predictions:
-        """Return predictions for rows without labels.
+        """Return the predictions for rows without labels.
 
         Args:
-            data: file of rows (for texts, the lines of a .txt file), or a value that `fedloom.data.new_rows.new_rows`
-                accepts. If a table contains the column that identified the clients in training, this column also
-                identifies the clients here.
-            method: label of the method. None: the best method on validation (see `best`).
+            data: file with rows (for texts, the lines of a .txt file), or any value that
+                `fedloom.data.new_rows.new_rows` accepts. If a table contains the column that identified the clients in
+                training, this column selects each row's client here too.
+            method: label of the method. None: the method that is best on validation (see `best`).
             seed: seed of the run. None: the first seed.
-            client: client whose model predicts all rows. None: each row uses the model of its site, and rows without
-                sites use the global model.
-            kind: "global", "personal" or "hybrid", or the file of an adapted model, which predicts all rows. None: the
-                best kind of a client.
+            client: client whose model makes the predictions for all rows. None: each row uses the model of its site,
+                and rows without a site use the global model.
+            kind: "global", "personal" or "hybrid", or the path of an adapted model, which then makes the predictions
+                for all rows. None: the best kind for each client.
             data_dir: folder of data sets.
-            id_columns: columns of a table that are copied to the predictions.
+            id_columns: columns of the table that are copied to the predictions.
 
         Raises:
             ConfigError: the method, seed, client or model does not exist.
-            DataError: the columns or the shape differ, or a cell has a value that training did not accept.
+            DataError: the columns or the shape differ from those in training, or a cell has a value that was not
+                accepted in training.
         """
         first = self.runs(method, seed)[0].models
         new_data = NewData({**first.about.get("conversion", {}), **self.new_data.options})
@@ -265,13 +272,14 @@ class RunDirectory:
         client: str | int | None = None,
         kind: str | None = None,
     ) -> Iterator[Evaluated]:
-        """Yield the scores of models on new labelled data, with each model used as in `predict`.
+        """Yield the scores of models on new labeled data. The models are used as in `predict`.
 
-        Arguments and errors are the same as for `predict`.
+        The arguments and errors are the same as for `predict`.
 
-        Without a client and a kind, all models of a run are scored if the site of each row is a client of the run, else
-        only the global model. If a table's model would use the clients' average scale, a second result is scaled on the
-        new rows, as for a client that trains on them.
+        If neither a client nor a kind is given, all models of a run are scored, provided that the site of each row is a
+        client of the run. Otherwise, only the global model is scored. If a model for tables would scale its inputs by
+        the clients' average, a second result is yielded that scales them by the new rows, as for a client that trains
+        on these rows.
         """
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)
@@ -283,10 +291,10 @@ class RunDirectory:
         yield from evaluated([run.models for run in runs], data, rows, client, kind)
 
     def load(self, path: Path | str) -> Model:
-        """Load a model that was adapted to one of the runs from its file and return it.
+        """Load a model that was adapted from one of the runs and return it.
 
         Raises:
-            LayoutError: the file is not a model, or contains a different architecture.
+            LayoutError: the file does not contain a model, or contains a different architecture.
         """
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
@@ -295,11 +303,11 @@ class RunDirectory:
         return Model.load(path, setting.model, setting.task)
 
     def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
-        """Load and return a model that was adapted to one of the selected runs.
+        """Load a model that was adapted from one of the selected runs and return it.
 
         Raises:
-            LayoutError: the file is not a model, or contains a different architecture.
-            ConfigError: the model was adapted to a run outside the selection.
+            LayoutError: the file does not contain a model, or contains a different architecture.
+            ConfigError: the model was adapted from a run that is not selected.
         """
         model = self.load(path)
         run = (model.about.get("method"), model.about.get("seed"))
@@ -308,16 +316,18 @@ class RunDirectory:
         return model
 
     def best(self, seed: int | None = None, personal: bool = True, shared: bool = False) -> RecordedRun:
-        """Return the run whose models are best on validation after the last round, averaged over clients and seeds.
+        """Return the run of the method whose models are best on validation after the last round.
+
+        The metric is averaged over clients and seeds.
 
         Args:
-            seed: seed of the run. None: the first finished seed.
-            personal: True to compare personal models for the methods that provide them. False to compare global models
-                only.
-            shared: True if the method must provide a global model.
+            seed: seed of the run. None: the first seed of the method that has finished.
+            personal: True to compare the personal models of methods that have them. False to compare only global
+                models.
+            shared: True if the method must have a global model.
 
         Raises:
-            ConfigError: no run is done, or nothing was measured on validation.
+            ConfigError: no run has finished, or nothing was measured on validation data.
         """
         done = [run for run in self if run.status == "done"]
         methods = list(dict.fromkeys(run.method for run in done))
@@ -346,7 +356,7 @@ class RunDirectory:
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """Return the result table as HTML: one row per method and model, averaged over seeds."""
+        """Return the table of results as HTML, with one row per method and model, averaged over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()
@@ -361,7 +371,7 @@ class RunDirectory:
 
 
 def _deployed(path: Path) -> str:
-    """Return which part of a deployment a folder is, and the commands for its models, or "" for other folders."""
+    """Return what part of a deployment a folder is and which commands to use instead, or "" for any other folder."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
     if (path.parent / "site.toml").is_file():
@@ -375,25 +385,27 @@ def _deployed(path: Path) -> str:
 
 
 def _has_unnamed_model(table: Mapping[str, Any]) -> bool:
-    """Return True if a table of settings contains a model to which no import path leads."""
+    """Return True if a table of settings contains a model that has no import path."""
     model = table.get("model")
     return isinstance(model, Mapping) and model.get("kind") == Held.kind
 
 
 def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> RunDirectory:
-    """Open and return a run directory that `fedloom run` wrote: its table, runs and models. Nothing is computed again.
+    """Open a run directory that `fedloom run` wrote and return it, with its table, runs and models.
 
-    The only code that is executed is code that ``experiment.toml`` names by import path, and it is executed only when
-    models are used. A model file never names code.
+    Nothing is recomputed.
+
+    The only code that may be executed is code that ``experiment.toml`` names by import path, and only when models are
+    used. Model files never name code.
 
     Args:
-        path: the directory.
-        model: module, class or function that was passed to `fedloom.compare` as the model, if no import path leads to
-            it. The weights of a module are ignored.
-        trust: True to run such code although another user owns the directory.
+        path: path of the directory.
+        model: module, class or function that was passed to `fedloom.compare` as the model, if it has no import path.
+            The weights of a module are ignored.
+        trust: True to run code named in ``experiment.toml`` although another user owns the directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
-        ConfigError: the given model is not a model, or the settings of the runs already specify their models.
+        ConfigError: the given model is not a model, or the recorded settings already specify the models of the runs.
     """
     return RunDirectory(path, model, trust=trust)

@@ -1,4 +1,4 @@
-"""Files of a run directory that people and the report read."""
+"""Files of a run directory that users and reports read."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ RECORDED_PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pyda
 
 
 Spent = tuple[Sequence[float], Sequence[float]]
-"""Duration of each round in seconds, and its one-off costs."""
+"""Duration of each round in seconds, and the one-off costs in each round (such as compilation), in seconds."""
 
 
 class Outcome(NamedTuple):
-    """Run in a comparison: its result, or the reason why the result is missing.
+    """Outcome of a run in a comparison: its result, or the reason why there is no result.
 
-    damaged: True if its checkpoint cannot be read, in which case its earlier metrics stay in the tables.
+    damaged: True if the checkpoint of the run cannot be read. In that case, its earlier metrics stay in the tables.
     """
 
     label: str
@@ -63,17 +63,17 @@ class Outcome(NamedTuple):
 
     @property
     def status(self) -> str:
-        """Word for the end of the run: done, diverged, interrupted or failed."""
+        """Word for how the run ended: done, diverged, interrupted or failed."""
         return "failed" if self.result is None else self.result.status
 
     @property
     def complete(self) -> bool:
-        """True if the run reached its end with finite metrics and models."""
+        """True if the run reached its end with finite metrics, even if it had diverged by some round."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
     def reason(self) -> str:
-        """Sentence on how the run ended."""
+        """Sentence that states how the run ended."""
         if self.result is None:
             return self.failure
         if self.status == "done" and NOT_EVALUATED in self.result.notes:
@@ -82,11 +82,12 @@ class Outcome(NamedTuple):
 
 
 _version = cache(version)
-"""Version of a package, cached because metadata would otherwise be read from files and parsed every time."""
+"""Version of a package. The version is cached because every call would otherwise read and parse the package's metadata
+files."""
 
 
 def write_settings(out: Path, experiment: Experiment) -> None:
-    """Write ``experiment.toml``: all resolved settings, with versions."""
+    """Write ``experiment.toml``, which contains all settings with defaults filled in, and the versions of packages."""
     versions = {
         "fedloom": __version__,
         "python": platform.python_version(),
@@ -97,7 +98,7 @@ def write_settings(out: Path, experiment: Experiment) -> None:
 
 
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write ``metrics.parquet`` (without times) and ``timings.parquet``."""
+    """Write ``metrics.parquet``, which contains no times, and ``timings.parquet``."""
     done = [(o, o.result) for o in outcomes if o.result is not None]
     runs = [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done]
     write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.damaged])
@@ -108,9 +109,9 @@ def write_measured(
     runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
     keep: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Write the metrics, given labels, seeds, metrics, and the durations and one-off costs of the rounds in seconds.
+    """Write metrics and timings of runs, each as (label, seed, metrics, (seconds per round, one-off seconds)).
 
-    Existing rows of the runs in ``keep`` are kept.
+    Existing rows of the runs in ``keep`` stay in the files.
     """
     metrics = [labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
@@ -121,15 +122,15 @@ def write_measured(
 def write_analyses(
     out: Path, analyses: Sequence[Analysis], outcomes: Sequence[Outcome], federation: Federation
 ) -> list[str]:
-    """Write the tables of analyses after the last round, one file each, and return notes.
+    """Write a file for each analysis that is computed after the last round, and return notes.
 
-    `write_further` writes the files of further runs.
+    Analyses that train additional runs are written by `write_further` instead.
 
     Args:
         out: the run directory.
-        analyses: analyses of the experiment.
-        outcomes: outcomes of all runs. Only complete runs are analysed.
-        federation: federation of the first seed, on whose rows an analysis by sums is computed.
+        analyses: all analyses of the experiment.
+        outcomes: outcomes of all runs. Only complete runs are analyzed.
+        federation: federation of the first seed, whose rows are used by analyses that are computed from sums.
     """
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
@@ -158,9 +159,9 @@ def write_analyses(
 
 
 def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table], list[str]]:
-    """Return the table of an analysis by sums, and notes.
+    """Return the table of an analysis that is computed from sums, and notes.
 
-    If the analysis has no answer, only a note that states the reason is returned.
+    If the analysis cannot be computed, return no table and a note that states the reason.
     """
     try:
         return [analyze(analysis, federation).table], []
@@ -169,7 +170,7 @@ def _summed(analysis: Analysis, federation: Federation) -> tuple[list[pa.Table],
 
 
 def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
-    """Return labels and seeds of the runs whose further runs have rows in an analysis' file.
+    """Return the (label, seed) of each run whose additional runs already have rows in the file of an analysis.
 
     The list is empty if the file is damaged.
     """
@@ -185,18 +186,18 @@ def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
 def write_further(
     out: Path, analysis: Analysis, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
 ) -> None:
-    """Write the rows of further runs, by label of the method and seed.
+    """Write the rows of additional runs, keyed by the label and seed of the run that they belong to.
 
-    Existing rows of the runs in ``keep`` are kept.
+    Existing rows of the runs in ``keep`` stay in the file.
     """
     rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
     write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
-    """Write one table that combines all tables and the existing rows of the runs in ``keep``.
+    """Combine all tables, and the existing rows of the runs in ``keep``, into one table and write it.
 
-    The file is deleted if it would contain no table.
+    If there are no tables, the file is deleted.
     """
     if keep and path.exists():
         tables = [*tables, select_runs(pq.read_table(path), keep)]
@@ -211,7 +212,7 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
 
 
 def select_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
-    """Return the rows of the named runs in a table, or with ``invert`` all other rows."""
+    """Return the rows of a table that belong to the given runs, or with ``invert`` all other rows."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
     return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
@@ -223,9 +224,9 @@ def write_summary(
     federations: Mapping[int, Federation],
     more: Sequence[str] = (),
 ) -> None:
-    """Write ``summary.json``: how every run ended.
+    """Write ``summary.json``, which records how every run ended.
 
-    Also write ``partition.parquet``: how the data were split.
+    Also write ``partition.parquet``, which records how the data were split.
     """
     feds = list(federations.values())
     attackers = dict[int, NDArray[np.int64]]()
@@ -258,7 +259,7 @@ def write_summary(
 def write_splits(
     out: Path, federations: Mapping[int, Federation], attackers: Mapping[int, NDArray[np.int64]] | None = None
 ) -> None:
-    """Write ``partition.parquet``: how the data were split with each seed, and which clients attack, if known."""
+    """Write ``partition.parquet``, which records each seed's split and, if known, which clients are attackers."""
     attackers_by_seed = attackers or {}
     tables = [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()]
     write_parquet(out / PARTITION_FILE, tables)
@@ -292,16 +293,18 @@ def partition_table(
     attackers: NDArray[np.int64] | None = None,
     tests: Split | None = None,
 ) -> pa.Table:
-    """Return the partition table, with one row per client.
+    """Return a table that describes the partition, with one row per client.
 
     Args:
         seed: seed of the split.
         names: names of the clients.
-        sizes: number of training samples ``[n]``.
-        counts: number of training samples by class ``[n, C]``. C = 0 for a regression, or if only the sizes are known.
-        groups: planted groups ``[n]``. None: -1 for all clients.
-        attackers: numbers of the attacking clients.
-        tests: test parts of the clients. Their sizes and a joint digest are written. None: unknown.
+        sizes: number of training samples of each client, ``[n]``.
+        counts: number of training samples of each client and class, ``[n, C]``. C is 0 for a regression, or if only the
+            sizes are known.
+        groups: number of each client's planted group, ``[n]``. None: -1 is written for all clients.
+        attackers: indices of the clients that are attackers.
+        tests: test part of each client. The sizes of the test parts and one digest of all test parts are written. None:
+            the test parts are unknown.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {
@@ -327,7 +330,7 @@ def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
 
 
 def labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
-    """Return a table with columns for the method and the seed in front."""
+    """Return the table with the columns ``method`` and ``seed`` inserted at the front."""
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))

@@ -1,4 +1,4 @@
-"""Overrides: an experiment file with the values, methods and rounds that the command line specifies."""
+"""Overrides: changes that the command line makes to the values, methods and rounds of an experiment file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.rundir import label_of
 from fedloom.values import FACTOR_PATTERN, table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
-"""Pattern of text that needs no quotes, because the shell removes quotes."""
+"""Pattern of text that is accepted without TOML quotes, because the shell would remove them."""
 
 
 def apply_overrides(
@@ -26,22 +26,23 @@ def apply_overrides(
     *,
     refit: bool = False,
 ) -> dict[str, Any]:
-    """Apply the changes of the command line to a document and return the changed document.
+    """Apply the changes of the command line to an experiment document and return the changed document.
 
-    `fedloom.lab.experiment.parse` checks the result.
+    The result is not checked here. `fedloom.lab.experiment.parse` does that.
 
     Args:
         document: content of an experiment file.
-        where: name of the file, for messages.
-        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value as in TOML. If the
-            ``kind`` or ``source`` differs, the rest of its table is cleared first. Epochs replace steps, and steps
-            replace epochs.
-        methods: labels or algorithms of the methods to keep. If it is empty, all methods are kept.
-        rounds: rounds of every method, instead of the file's number.
-        refit: True to train on all samples with the first seed, as after a cross-validation: there are no test samples.
+        where: name of the file, for error messages.
+        values: changes of the form ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value in
+            TOML syntax. If a change sets a different ``kind`` or ``source``, the other keys of that table are removed
+            first. If a change sets epochs, steps are removed, and vice versa.
+        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
+        rounds: number of rounds of every method, which replaces the numbers in the file.
+        refit: True to train on all samples with the first seed and hold out no test samples, as is done after a
+            cross-validation.
 
     Raises:
-        ConfigError: a text has the wrong form, or a method does not exist. The message names the key.
+        ConfigError: a change does not have the required form, or a method does not exist. The message names the key.
     """
     changed: dict[str, Any] = {**document}
     methods_before = changed.get("method")
@@ -70,7 +71,10 @@ def apply_overrides(
 
 
 def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a document without test samples, and without validation samples unless models are recalibrated on them."""
+    """Return the document changed to hold out no test samples.
+
+    No validation samples are held out either, unless models are recalibrated on them.
+    """
     tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
     partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
     if not tables["task"].get("calibrate"):
@@ -82,9 +86,9 @@ def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _looks_at_tests(entry: object) -> bool:
-    """Return True if an analysis reads a run, whose test parts are empty in this case.
+    """Return True if an analysis uses the test samples of a run, which do not exist after a refit.
 
-    An analysis by sums reads all rows instead.
+    Analyses that are computed from sums use all rows instead.
     """
     kind = entry.get("kind") if isinstance(entry, Mapping) else None
     return not (kind in ANALYSES and ANALYSES[str(kind)].answer is not Analysis.answer)
@@ -110,7 +114,7 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
 
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the method table that a key refers to, and the rest of the key."""
+    """Return the method's table that a dotted key refers to, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: method keys have the form method.LABEL.key. Labels: {', '.join(labels)}")

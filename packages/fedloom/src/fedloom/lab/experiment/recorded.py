@@ -1,4 +1,4 @@
-"""One run of a run directory: its recorded numbers and its models."""
+"""One run of a run directory, with its recorded metrics and its models."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run of a directory: the content of `fedloom.engine.result.Result` at the end of the run.
+    """One run of a run directory, as `fedloom.engine.result.Result` described it at the end of the run.
 
     Attributes:
         method: label of the method.
         seed: seed of the run.
-        status: word for the end of the run: done, diverged, interrupted or failed.
-        reason: sentence on how the run ended.
-        rounds: rounds done.
+        status: word for how the run ended: done, diverged, interrupted or failed.
+        reason: sentence that states how the run ended.
+        rounds: number of completed rounds.
     """
 
     method: str
@@ -42,17 +42,17 @@ class RecordedRun:
     _saved: Callable[[], SavedModels] = field(repr=False, compare=False)
 
     def table(self) -> pa.Table:
-        """Return a tidy table: round, client (-1 is the federation), model, part, metric, value."""
+        """Return a tidy table with the columns round, client (-1 for the federation), model, part, metric and value."""
         whole = self._whole()
         return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return a metric for each scored client after the last evaluated round, float64 ``[s]``.
+        """Return the value of a metric for each scored client after the last evaluated round, as float64 ``[s]``.
 
         Args:
-            model: as in `fedloom.engine.result.Result.final`. None: the model that a client would use.
+            model: kind of model, as in `fedloom.engine.result.Result.final`. None: the model that a client would use.
             metric: name of the metric. None: accuracy, or the leading metric if accuracy was not measured.
-            part: part of the clients' samples.
+            part: part of each client's samples, such as "test".
 
         Raises:
             ConfigError: the metric was not measured.
@@ -71,7 +71,7 @@ class RecordedRun:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
-        """Return an Altair chart of a metric by round (see `fedloom.lab.report.notebook.chart`)."""
+        """Return an Altair chart of a metric against the round (see `fedloom.lab.report.notebook.chart`)."""
         from fedloom.lab.report import notebook as display  # slow to import, needed where charts are drawn
 
         return display.draw_curve(self.table(), metric, part)
@@ -84,7 +84,7 @@ class RecordedRun:
         )
 
     def measured(self) -> set[tuple[str, str, str]]:
-        """Return the metrics that are recorded for every client: (model, part, metric)."""
+        """Return the metrics that are recorded for every client, each as (model, part, metric)."""
         kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
         return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
 
@@ -96,10 +96,10 @@ class RecordedRun:
 
     @cached_property
     def models(self) -> Models:
-        """Models of the run, read on first use.
+        """Models of the run, which are read on first use.
 
         Raises:
-            RunDirError: the run has no models, for example because it is not done.
-            LayoutError: the files are damaged, or contain a different architecture.
+            RunDirError: the run has no models, for example because it has not finished.
+            LayoutError: the files are damaged, or they contain a different architecture.
         """
         return Models(self._saved())

@@ -1,4 +1,7 @@
-"""Experiment: a comparison as a value. It describes one federation, one model and several methods."""
+"""Experiment: a comparison of methods, represented as a value.
+
+An experiment describes one federation, one model and one or more methods.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ from fedloom.values import Value, choose, dump, fields_of, make
 
 @dataclass(frozen=True)
 class Method:
-    """One method of the comparison.
+    """One of the methods that an experiment compares.
 
     Attributes:
         label: name of the method in tables and charts.
-        algorithm: name in the file: an entry of the registry, or a user-written class.
-        options: keys that the method defines.
-        setting: setting of its run with the first seed.
-        kind: class or preset of the method, needed if no name refers to it.
+        algorithm: name of the method in the file: a registered name, or the import path of a user's class.
+        options: options given for the method itself.
+        setting: setting of the method's run with the first seed.
+        kind: class or preset of the method, given if no name refers to it.
     """
 
     label: str
@@ -45,11 +48,11 @@ class Method:
 
     @property
     def entry(self) -> type[Algorithm] | Preset:
-        """Algorithm or preset that `algorithm` names."""
+        """Algorithm or preset that the name `algorithm` refers to."""
         return self.kind or choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
 
     def settings(self) -> dict[str, Any]:
-        """Return the method as a TOML table with defaults filled in."""
+        """Return the method as a TOML table, with defaults filled in."""
         fields, algorithm = fields_of(self.entry), dump(self.setting.method)
         choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
         named = {"algorithm": self.algorithm, "label": self.label}
@@ -65,12 +68,11 @@ def _printable(text: str) -> str:
 
 
 Title = Annotated[str, AfterValidator(_printable)]
-"""Name in tables and charts."""
+"""Name that is shown in tables and charts."""
 
 
 Constants = Literal["default", "paper", "released"]
-"""Source of constants for options that are not given: fedloom's defaults, the paper, or the code released with the
-paper."""
+"""Source of default constants for options that are not given: fedloom, the paper, or the paper's released code."""
 
 
 def _no_path(text: str) -> str:
@@ -80,7 +82,10 @@ def _no_path(text: str) -> str:
 
 
 class Head(Value):
-    """Plain keys of an experiment file that are not options of a run. `Setting` defines the other keys."""
+    """Top-level keys of an experiment file that are not options of a run.
+
+    `Setting` defines all other top-level keys.
+    """
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field(
@@ -99,7 +104,7 @@ class Head(Value):
 
 
 class MethodKeys(Value):
-    """Plain keys of a method that are not options of a run."""
+    """Keys of a method that are not options of a run."""
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field(
@@ -113,18 +118,23 @@ _questions: Any = (
     Field((), description="open questions of a draft. The draft runs after they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
-"""All plain keys of an experiment file."""
+"""All top-level keys of an experiment file that are not tables."""
 
 
 class DataTable(SettingTable):
-    """Table [data], whose key ``source`` is the name of a data set, or a path whose content determines the reader."""
+    """Table [data].
+
+    The key ``source`` is the name of a data set, or a path. The content of the path determines how it is read.
+    """
 
     def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
-        """Return the source of a table. A file or folder is inspected to determine its reader.
+        """Return the data source that a table describes.
+
+        If the source is a file or folder, its content is inspected to determine how to read it.
 
         Raises:
-            ConfigError: the source or one of its options does not exist.
-            DataError: the path does not lead to a data set.
+            ConfigError: the source does not exist, or does not have one of the options.
+            DataError: the path is not a data set.
         """
         if not isinstance(choice, Mapping):
             return super().read(choice, where, name, places)
@@ -140,7 +150,7 @@ class DataTable(SettingTable):
 
 
 def _options_of_path(path: str, options: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the options that the reader of a file or folder accepts."""
+    """Return the options that can be set for reading a file or folder."""
     agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
     try:
         return fields_of(type(source_of(path, **agreement)))
@@ -154,11 +164,11 @@ SETTING_TABLES: dict[str, SettingTable] = {
     **Setting.tables(),
     "tune": SettingTable(Tune),
 }
-"""Tables of an experiment file besides its methods."""
+"""Tables of an experiment file, apart from its methods."""
 
 
 def file_places() -> Places:
-    """Return where an experiment file names keys."""
+    """Return which keys an experiment file accepts, and in which table each belongs."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
@@ -166,24 +176,24 @@ def file_places() -> Places:
 
 
 SHARED_TABLES = ("model", "task", "attack")
-"""Tables that a method takes from the experiment unless it defines them itself. Among all settings, only the settings
-of methods contain them."""
+"""Tables that a method inherits from the experiment unless it defines them itself. When settings are written out, other
+tables that methods may define appear only in the methods."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Comparison of methods on the same federation, over seeds.
+    """Comparison of methods on the same federation, over several seeds.
 
     Attributes:
         head: name and seeds of the experiment.
         source: source of the data.
-        source_options: the table [data].
+        source_options: content of the table [data].
         partition: rule that splits the data among clients.
-        model_kind: kind of the table [model].
-        common: setting of methods that do not choose anything themselves.
-        tune: the table [tune].
-        methods: methods that are compared.
-        analyses: analyses computed in addition to the rounds, at most one of each kind.
+        model_kind: kind given in the table [model].
+        common: setting that applies to all methods unless they override it.
+        tune: content of the table [tune].
+        methods: methods to compare.
+        analyses: analyses to compute after the rounds, at most one of each kind.
     """
 
     head: Head
@@ -198,27 +208,27 @@ class Experiment:
 
     @property
     def kept_columns(self) -> list[str]:
-        """Columns, or thresholds on columns, that a table keeps for analyses and weighers."""
+        """Columns of a table, or thresholds on columns, that are kept for analyses or aggregation weights."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
 
     def find(self, kind: str) -> Any:
-        """Return the analysis of a kind, or None if the experiment contains no such analysis."""
+        """Return the analysis of the given kind, or None if the experiment has none of this kind."""
         return next((value for value in self.analyses if name_of(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Number of rounds of every method, summed over all seeds, by label."""
+        """Number of rounds of every method, summed over all seeds and keyed by label."""
         return {method.label: method.setting.rounds * len(self.head.seeds) for method in self.methods}
 
     def with_(self, **choices: object) -> Experiment:
-        """Return the same experiment with choices changed in every method."""
+        """Return a copy of the experiment in which the given settings are changed for every method."""
         methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
         return replace(self, common=self.common.with_(**choices), methods=methods)
 
     def settings(self) -> dict[str, Any]:
-        """Return the whole experiment as a TOML document with defaults filled in."""
+        """Return the whole experiment as a TOML document, with defaults filled in."""
         whole = self.common.document()
         shared = (*Setting.plain(), *SHARED_TABLES)
         common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}

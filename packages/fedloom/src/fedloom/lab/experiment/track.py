@@ -1,8 +1,9 @@
-"""Tracking: the metrics of a run in progress, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
+"""Tracking: log the metrics of a run in progress to TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Only metrics of the whole federation are logged. A restart does not change the logged metrics. All trackers write to the
-folder ``tracking`` of the run directory. If MLFLOW_TRACKING_URI is set, MLflow logs there instead. W&B works offline
-unless WANDB_MODE is set otherwise. ``wandb sync`` uploads the offline files.
+Only metrics of the whole federation are logged. A run that is interrupted and resumed logs the same metrics as an
+uninterrupted run. All trackers write to the folder ``tracking`` in the run directory. If MLFLOW_TRACKING_URI is set,
+MLflow logs to that address instead. W&B works offline unless WANDB_MODE is set to another mode. ``wandb sync`` uploads
+the offline files.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""Number of seconds during which a run does not try a failed tracker again: an unreachable server costs up to
-`HTTP_SECONDS` and a retry, so a run spends only a small part of its time on it."""
+"""Time in seconds before a failed tracker is tried again. An unreachable server delays a run by up to `HTTP_SECONDS`
+and one retry, so a run spends only a small part of its time on it."""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
-"""Timeout and number of retries for MLflow's server, unless the environment sets other values: MLflow's defaults are
-120 seconds and 7 retries, which would delay a run by many minutes at every evaluation."""
+"""Timeout in seconds and number of retries for MLflow's server, unless the environment sets other values. MLflow's own
+defaults of 120 seconds and 7 retries would delay a run by many minutes at every evaluation."""
 LONGEST_CAUSE = 300
-"""Largest number of characters of a library's error in a warning."""
+"""Maximum number of characters of a library's error that a warning quotes."""
 LONGEST_NAME = 250
-"""Largest number of characters of a name in MLflow."""
+"""Maximum number of characters in the name of an MLflow metric."""
 TRACKING_FOLDER = "tracking"
 MAX_METRICS_PER_CALL = 1000
-"""Largest number of metrics that MLflow accepts in one call."""
+"""Maximum number of metrics that MLflow accepts in one call."""
 
 
 class Writer(Protocol):
-    """Destination of one run's metrics."""
+    """Destination of the metrics of one run."""
 
     last: int
-    """Last round that was written."""
+    """Last round whose metrics were written."""
 
     def write(self, round: int, figures: Figures) -> None:
-        """Write the metrics of a later round."""
+        """Write the metrics of a round that comes after all rounds written so far."""
         ...
 
     def close(self, status: str) -> None:
@@ -63,22 +64,22 @@ class Writer(Protocol):
 
 
 class Tracker:
-    """Listener that passes the metrics of each run of an experiment to a separate writer.
+    """Listener that passes the metrics of each run of an experiment to a writer for that run.
 
-    A failing tracker, for example with an unreachable server, causes a warning and never ends a run. Figures wait until
-    the tracker works again: it is retried after `RETRY_SECONDS`, and at the end of the run. If the experiment is run
-    again with the tracker, the metrics that are still missing are written.
+    If the tracker fails, for example because its server cannot be reached, a warning is issued and the run continues.
+    Metrics are kept until the tracker works again. A failed tracker is retried after `RETRY_SECONDS`, and at the end of
+    the run. If the experiment is run again with the same tracker, the metrics that are still missing are written.
 
     Args:
         kind: one of `TRACKERS`.
-        experiment: experiment that is run.
+        experiment: experiment whose runs are tracked.
         out: run directory of the experiment.
 
     Attributes:
-        view: command that shows the tracked metrics.
+        view: shell command that shows the tracked metrics.
 
     Raises:
-        ConfigError: the kind is unknown, or its packages are missing.
+        ConfigError: the kind is unknown, or the packages that it needs are missing.
     """
 
     def __init__(self, kind: str, experiment: Experiment, out: Path) -> None:
@@ -89,7 +90,7 @@ class Tracker:
         self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
 
     def __call__(self, event: Event) -> None:
-        """Write the rounds after the last written round, and close the writer at the end of the run."""
+        """Write the rounds that have not been written yet, and close the writer at the end of the run."""
         key = event.label, event.seed
         with self._lock:
             self._waiting.setdefault(key, {}).update(event.figures)
@@ -124,7 +125,10 @@ class Tracker:
 
 
 class TensorBoard:
-    """Writer of the event files of a run. They are rewritten from the first round when the run is resumed."""
+    """Writer of a run's TensorBoard event files.
+
+    When a run is resumed, the files are rewritten from the first round.
+    """
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -146,9 +150,9 @@ class TensorBoard:
 
 
 class MLflow:
-    """Writer of a run in MLflow.
+    """Writer of a run to MLflow.
 
-    When the run is resumed, the MLflow run is found again and continued after its last round.
+    When a run is resumed, its existing MLflow run is found and continued after its last round.
     """
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
@@ -185,7 +189,7 @@ class MLflow:
 
 
 def mlflow_names(names: Iterable[str]) -> dict[str, str]:
-    """Return a name that MLflow allows for each metric. Different names stay different.
+    """Return a name that MLflow accepts for each metric. Different metrics get different names.
 
     >>> mlflow_names(["global/test/recall[0]/mean", "global/test/a(b)", "global/test/a_b_"])
     {'global/test/recall[0]/mean': 'global/test/recall.0/mean', \
@@ -204,14 +208,20 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name of letters, digits and ``_-. :/``. No part is empty or would lead to another location as a path."""
+    """Return a name of letters, digits and ``_-. :/``, with all other characters replaced.
+
+    No part of the name is empty, "." or "..", so the name is a safe relative path.
+    """
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:LONGEST_NAME]
 
 
 class WandB:
-    """Writer of an offline run of W&B. It is rewritten from the first round when the run is resumed."""
+    """Writer of a run to W&B, offline by default.
+
+    When a run is resumed, its files are rewritten from the first round.
+    """
 
     def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, object]) -> None:
         import wandb
@@ -239,14 +249,14 @@ class WandB:
 
 
 Make = Callable[[str, int], Writer]
-"""Function from (label, seed) to the writer of a run."""
+"""Function that opens the writer for the run of a label and a seed."""
 
 
 def check_tracker(kind: str | None) -> None:
-    """Raise if a tracker cannot be used, before any work starts.
+    """Raise an error if a tracker cannot be used, before any work starts.
 
     Raises:
-        ConfigError: the kind is unknown, or its packages are missing.
+        ConfigError: the kind is unknown, or the packages that it needs are missing.
     """
     if kind is None:
         return
@@ -276,7 +286,10 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
 
     @cache
     def open_client() -> tuple[MlflowClient, str]:
-        """Return the client and its experiment number. A run creates its directory when it begins."""
+        """Return the MLflow client and the id of the experiment.
+
+        The tracking folder is only created when a run starts.
+        """
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -318,9 +331,9 @@ TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
     "mlflow": _mlflow,
     "wandb": _wandb,
 }
-"""The trackers of ``fedloom run --track``."""
+"""Trackers that ``fedloom run --track`` accepts."""
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
-"""Packages that each tracker needs. MLflow's database needs the last two of its packages."""
+"""Packages that each tracker needs. The last two packages of MLflow are needed for its database."""
 
 
 def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:

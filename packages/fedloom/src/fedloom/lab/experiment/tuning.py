@@ -1,4 +1,4 @@
-"""The table [tune] of an experiment file: how the settings of its methods are chosen on validation data."""
+"""Table [tune] of an experiment file, which defines how the settings of its methods are chosen on validation data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Scalar = bool | int | float | str
 
 
 class Range(Value):
-    """An interval, restricted to integers if both ends are integers."""
+    """An interval of numbers. Only integers are drawn if both ends are integers."""
 
     low: int | float = Field(description="smallest value")
     high: int | float = Field(description="largest value")
@@ -30,13 +30,13 @@ class Range(Value):
 
 
 Dimension = Range | tuple[Scalar, ...]
-"""Search range of a setting: a range, or a list of choices. An empty list leaves the setting unchanged."""
+"""Search space of one setting: a range, or a list of choices. An empty list leaves the setting unchanged."""
 Space = Mapping[str, Dimension]
-"""Search ranges of the settings of a method, such as ``mu`` or ``local.lr``."""
+"""Search spaces of a method's settings, keyed by name, such as ``mu`` or ``local.lr``."""
 
 
 class Tune(Value):
-    """Search for hyperparameters: the same number of trials and the same compute budget for every method."""
+    """Search for hyperparameters with the same number of trials and the same compute budget for every method."""
 
     trials: int = Field(
         20, ge=1, description="number of trials per method. If a list has fewer settings, all of them are tried"

@@ -1,4 +1,7 @@
-"""Reports of recorded runs: one offline page, tables as Arrow, CSV and LaTeX, and charts as SVG. Reads files only."""
+"""Reports of recorded runs: a single offline HTML page, tables as Arrow, CSV and LaTeX, and charts as SVG.
+
+The reports are computed from the recorded files alone.
+"""
 
 from __future__ import annotations
 

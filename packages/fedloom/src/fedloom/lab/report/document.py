@@ -1,4 +1,4 @@
-"""Writer of a report's page as a single HTML text: sections, charts as data, and scripts that draw them."""
+"""Report page: assemble the sections, the data of the charts, and the scripts that draw them into one HTML text."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy of the page: it runs its embedded scripts and makes no network requests."""
+"""Content security policy of the page. This policy allows the page's embedded scripts and no network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
-"""End of a report's title, which no other page uses."""
+"""End of a report's title, by which reports are recognized because no other page uses it."""
 SCRIPTS_FILE = "vega.js"
-"""Name of the file in which the scripts are cached."""
+"""Name of the cache file for the scripts."""
 SECTION_ORDER = {
     "patients": ("Calibrated", IN_USE),
     "importance": ("Important columns", "The columns that the model uses, site by site."),
@@ -65,7 +65,7 @@ SECTION_ORDER = {
     "others": ("More results", "Further values about the whole federation."),
     "partition": ("Data", "The split of the samples over the clients."),
 }
-"""Sections of the page by group of charts, in order, with title and text."""
+"""Sections of the page in order, keyed by the group of charts, with their title and text."""
 
 FIRST_PLACES = ("patients", "importance")
 """Sections that precede the sections that packages add for analyses."""
@@ -100,9 +100,9 @@ READING_TEXTS = {
 
 @cache
 def _scripts() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script that is safe within a script element.
+    """Return Vega, Vega-Lite and Vega-Embed as one script that can be placed in a script element.
 
-    The script is cached, because building it takes seconds.
+    The script is cached, because building it takes several seconds.
     """
     key = version("vl-convert-python") if can_draw() else ""
     kept = find(SCRIPTS_FILE, key)
@@ -120,7 +120,7 @@ def _asset(name: str) -> str:
 
 
 def _json(value: object) -> str:
-    """Render a value for the script of the page so that it cannot close the script element."""
+    """Render a value as JSON for the script of the page, in such a way that it cannot close the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -138,7 +138,7 @@ def document(
     sections: Mapping[str, Section] = MappingProxyType({}),
     conclusions: Sequence[Conclusion] = (),
 ) -> str:
-    """Render the whole page."""
+    """Render the whole report page."""
     bodies = {
         group: render_part("gallery", figures=[figure for figure in shown if figure.group == group])
         for group in SECTION_ORDER
@@ -193,12 +193,12 @@ def _scope(runs: list[Run]) -> str:
 
 
 def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
-    """Return the rows of the comparison that belong to no method."""
+    """Return the compared rows that do not belong to any method."""
     return [row for row in contenders(runs, rows) if row not in rows]
 
 
 def _payload(figure: Figure) -> dict[str, object]:
-    """Convert a chart for the script of the page: its data sets as columns and lists of cells."""
+    """Convert a chart for the script of the page, with each data set as columns and lists of cells."""
 
     def compact(name: str, rows: Rows) -> dict[str, object]:
         columns = figure.columns(name)

@@ -1,4 +1,4 @@
-"""Tables of groups within clients: the leading metric for each group at each site."""
+"""Tables of the leading metric for groups of patients, overall and at each site."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS_TEXT = (
 
 
 def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render an HTML table per run whose groups were scored."""
+    """Render an HTML table for each run in which groups were scored."""
     text = ""
     for run in runs:
         best = leader_of(run, runs, rows, lead)
@@ -43,10 +43,11 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
-    """Return the titles and lines of the table of groups of one model, and its metric. None if no groups were scored.
+    """Return the column titles and lines of the table of groups for one model, and the metric that it shows.
 
-    The metric is the leading metric among those that were scored, because secure sums do not include metrics that rank
-    samples.
+    The result is None if no groups were scored.
+
+    The metric is the leading one among those that were scored. Secure sums do not include metrics that rank samples.
     """
     table = _read(run)
     if table is None:
@@ -70,7 +71,7 @@ def _read(run: Run) -> pa.Table | None:
 
 
 def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
-    """Return the means over seeds of finite values, by key."""
+    """Return the means of finite values over seeds, keyed by ``keys``."""
     values: dict[tuple[object, ...], list[float]] = {}
     for row in table.to_pylist():
         if math.isfinite(row["value"]):
@@ -86,9 +87,9 @@ def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead:
 
 
 def groups_csv(runs: list[Run]) -> str:
-    """Render the metrics of each group as CSV: means over seeds, unscaled.
+    """Render the metrics of each group as CSV, as means over seeds that are not scaled.
 
-    The client column is empty for all clients together.
+    The client column is empty where all clients are taken together.
     """
     keys = ("method", "model", "client", "subgroup", "metric")
     lines: list[tuple[object, ...]] = []

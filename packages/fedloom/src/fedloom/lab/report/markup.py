@@ -1,4 +1,7 @@
-"""HTML of a report, built with templates that escape every text, so that recorded names are never read as markup."""
+"""HTML of a report, built from templates that escape all texts.
+
+Recorded names are therefore never interpreted as markup.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ def _templates() -> Any:
 
 
 def render_part(name: str, /, **values: object) -> str:
-    """Render a part of `templates/parts.html`. Texts among the values are escaped."""
+    """Render one of the parts in `templates/parts.html`. String values are escaped."""
     return str(getattr(_templates().get_template("parts.html").module, name)(**values)).strip()
 
 
 def render_page(**values: object) -> str:
-    """Render the whole page. Texts among the values are escaped, except the output of `render_part`."""
+    """Render the whole page. String values are escaped, except the output of `render_part`."""
     page: str = _templates().get_template("page.html").render(**values)
     return page + "\n"
 
@@ -29,13 +32,13 @@ def render_page(**values: object) -> str:
 def scrolling(
     label: str, heads: Sequence[str], lines: Sequence[Sequence[object]], text: Sequence[int] = (), title: str = ""
 ) -> str:
-    """Render an HTML table that scrolls sideways. The first cell of a line is its heading.
+    """Render an HTML table that can be scrolled sideways. The first cell of each line is marked as its heading.
 
     Args:
         label: description of the table for screen readers.
         heads: titles of the columns.
-        lines: cells. A line that begins with ``All`` is highlighted.
-        text: columns besides the first that contain sentences.
-        title: heading above the table. Empty for a table without heading.
+        lines: cells of each line. A line whose first cell is ``All`` is highlighted.
+        text: indices of the columns, apart from the first one, that contain text instead of numbers.
+        title: heading above the table. If the title is empty, there is no heading.
     """
     return render_part("table", label=label, heads=heads, lines=lines, text=text, title=title)

@@ -1,4 +1,4 @@
-"""Display of a run in a notebook: a small table and a curve, from the tidy table of its metrics."""
+"""Display of a run in a notebook: a small table and a curve, made from the tidy table of the run's metrics."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 
     from fedloom.lab.report.charts.kit import Spec
 
+MEAN_NAMES = ("mean", "weighted")
+"""Means of a metric over clients, and over samples. Tables of secure sums contain only the second mean."""
+
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
-    """Draw a metric's mean over clients by round, with a line per model.
+    """Draw the mean of a metric over clients by round, with one line per kind of model.
 
     Args:
-        table: table with the columns round, client, model, part, metric, value (see
+        table: table with the columns round, client, model, part, metric and value (see
             `fedloom.engine.result.Result.table`).
-        name: name of the metric. None: accuracy, AUROC or whichever metric leads.
-        part: part of the clients' samples.
+        name: name of the metric. None: accuracy, AUROC or another metric that leads for this task.
+        part: part of the clients' samples, such as "test".
 
     Raises:
         ConfigError: the metric was not measured.
@@ -41,20 +44,23 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
 
 
 def leading(table: pa.Table) -> str:
-    """Return the most informative of the measured metrics."""
+    """Return the most informative of the metrics that were measured."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
 
 def notebook_page(table: pa.Table, title: str) -> str:
-    """Render a table of the models and the leading metric's curve as HTML with an inline SVG. Nothing is fetched."""
+    """Render a table of the models and the curve of the leading metric, as HTML with an inline SVG.
+
+    The page does not load anything from elsewhere.
+    """
     name = leading(table)
     scale, shown = metric(name).scale, titled(metric(name))
     heads = ["model", f"test {shown}", "worst 10 %", "validation"]
     rows = []
     for model in MODEL_KINDS:
         figures = [
-            _last(table, model, part, f"{name}/{statistic}")
-            for part, statistic in (("test", "mean"), ("test", "worst10"), ("validation", "mean"))
+            next((v for one in statistics if (v := _last(table, model, part, f"{name}/{one}")) is not None), None)
+            for part, statistics in (("test", MEAN_NAMES), ("test", ("worst10",)), ("validation", MEAN_NAMES))
         ]
         if any(value is not None for value in figures):
             rows.append([model, *(UNKNOWN_DASH if value is None else significant(value * scale) for value in figures)])
@@ -68,16 +74,18 @@ def notebook_page(table: pa.Table, title: str) -> str:
 
 
 def draw_svg(chart: LayerChart) -> str:
-    """Return a chart as an inline SVG."""
+    """Render a chart as HTML with an inline SVG."""
     return f"<p>{look.svg(chart.to_dict())}</p>"
 
 
 def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
-    """Draw each method's mean with its 95 % interval over seeds, and each seed as a dot, with the best method on top.
+    """Draw the mean of each method with its 95 % interval over seeds, and a dot for each seed.
+
+    The best method is at the top.
 
     Args:
-        estimates: metric by the label of the method.
-        name: the figure.
+        estimates: values of the metric, keyed by the label of the method.
+        name: name of the metric.
     """
     shown = figure(name)
     sign = -1 if shown.higher else 1
@@ -104,12 +112,13 @@ def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
 
 
 def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
-    rows = rows_where(table, metric=f"{name}/mean", part=part).sort_by("round")
+    found = [rows_where(table, metric=f"{name}/{one}", part=part).sort_by("round") for one in MEAN_NAMES]
+    rows = found[0] if len(found[0]) else found[1]
     if strict and not len(rows):
         if part not in (parts := set(table["part"].to_pylist()) - {""}):
             raise unknown("part", part, parts)
         measured = set(rows_where(table, part=part)["metric"].to_pylist())
-        names = [metric.removesuffix("/mean") for metric in measured if metric.endswith("/mean")]
+        names = sorted({metric.rpartition("/")[0] for metric in measured if metric.endswith(MEAN_NAMES)})
         raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, names)}")
     scale = metric(name).scale
     return [
@@ -128,5 +137,5 @@ def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
 
 
 def html_table(heads: list[str], rows: list[list[str]]) -> str:
-    """Render an HTML table of texts."""
+    """Render an HTML table from texts."""
     return render_part("plain_table", heads=heads, rows=rows)

@@ -1,8 +1,9 @@
-"""Values computed from recorded points: curves, per-seed results, intervals over seeds.
+"""Values computed from recorded metrics: curves, results by seed, and intervals over seeds.
 
-An interval is the two-sided 95 % Student t interval of the mean over seeds. A recorded statistic over clients is used
-unchanged. Otherwise it is computed from the clients' values. A seed that failed, or diverged before its end, does not
-count as a result. The work of seeds that ended early is not combined with the work of complete runs.
+Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used as it
+was recorded. If a statistic was not recorded, it is computed from the values of the clients. A seed whose run failed,
+or diverged before its end, has no result. The costs of runs that ended early are not combined with those of complete
+runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from fedloom.metrics import leading, worst
 from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
 BASELINE_ROLES = ("alone", "average")
-"""Roles of methods that can serve as the baseline. The first role that was run is used."""
+"""Roles of methods that can serve as the baseline, in order of preference. The first role for which a method was run is
+used."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
     "steps",
@@ -34,30 +36,31 @@ WORK_FIGURES = (
     "simulated_seconds",
 )
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
-"""Metrics that are recorded even for a seed that ended early. They count if no seed was completed."""
+"""Metrics of cost, which are recorded even if the run of a seed ends early. These metrics are used if no seed has been
+completed."""
 LOST_STATUSES = ("diverged", "failed")
 """Statuses of runs without a result."""
 UNTESTED_REASON = "trained, but not evaluated because there is no test row"
-"""Status of a method without any metric on test parts, not even a loss."""
+"""Status of a method for which no metric was measured on test parts, not even the loss."""
 MIN_SEEDS = 5
-"""Number of seeds below which nothing is decided, and charts show single seeds instead of an interval."""
+"""Minimum number of seeds for a test. With fewer seeds, charts show individual seeds instead of an interval."""
 EQUALITY_TOLERANCE = 1e-9
-"""Relative difference up to which values count as equal."""
+"""Relative difference up to which two values are treated as equal."""
 
 
 class Curve(NamedTuple):
-    """Statistic over rounds, each ``[k]``."""
+    """Statistic over rounds, as two arrays ``[k]``."""
 
     round: Integers
     value: Numbers
 
     @property
     def last(self) -> float:
-        """Value at the last recorded round, NaN without rounds."""
+        """Value in the last recorded round, or NaN if there are no rounds."""
         return float(self.value[-1]) if len(self.value) else math.nan
 
     def read_round(self, round: int) -> float:
-        """Return the value at a round, or NaN if it was not recorded."""
+        """Return the value in a round, or NaN if it was not recorded."""
         hit = np.flatnonzero(self.round == round)
         return float(self.value[hit[0]]) if len(hit) else math.nan
 
@@ -66,9 +69,9 @@ EMPTY_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 def curve(run: Run, key: Key, statistic: str) -> Curve:
-    """Return ``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round.
+    """Return the ``mean``, ``worst10`` or ``variance`` of ``key.metric`` over the benign clients in each round.
 
-    A run under secure sums records the mean over samples only, so this mean is then returned for ``mean``.
+    A run with secure sums records only the mean weighted by samples, which is then returned for ``mean``.
     """
     points = run.benign(key)
     for name in (statistic, "weighted") if statistic == "mean" and points is None else (statistic,):
@@ -79,9 +82,9 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
 
 
 def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
-    """Return ``mean``, ``worst10`` or ``variance`` of the clients' values, by round.
+    """Return the ``mean``, ``worst10`` or ``variance`` of the clients' values in each round.
 
-    Clients without a value are omitted.
+    Clients without a value are left out.
     """
     rounds, starts = np.unique(points.round, return_index=True)
     return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
@@ -101,31 +104,31 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Metric per seed, and its mean over the seeds for which it is finite (see `repeated` for ``repeats``)."""
+    """Metric for each seed, and its mean over the seeds for which it is finite (see `repeated` for ``repeats``)."""
 
     by_seed: dict[int, float]
     repeats: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @property
     def finite(self) -> dict[int, float]:
-        """Values that are finite, by seed."""
+        """Values that are finite, keyed by seed."""
         return {seed: value for seed, value in self.by_seed.items() if math.isfinite(value)}
 
     @property
     def mean(self) -> float:
-        """Mean over seeds, NaN without seeds."""
+        """Mean over seeds, or NaN if there are no finite values."""
         values = list(self.finite.values())
         return sum(values) / len(values) if values else math.nan
 
     @property
     def half(self) -> float:
-        """Half width of the 95 % t interval. NaN with fewer than two seeds."""
+        """Half-width of the 95 % t interval of the mean. NaN if there are fewer than two seeds."""
         return half_width(list(self.finite.values()))
 
     def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
-        """Return the rows of a chart: the mean (``seed`` None) with its interval.
+        """Return rows for a chart, starting with the mean (whose ``seed`` is None) and its interval.
 
-        If there are few seeds, the single seeds are returned together with the mean, instead of an interval.
+        If there are few seeds, there is no interval, and a row for each seed follows.
         """
         count = len(self.finite)
         half = self.half if count >= MIN_SEEDS else math.nan
@@ -136,9 +139,9 @@ class Estimate:
 
 
 def half_width(values: Sequence[float], level: float = 0.05) -> float:
-    """Return the half width of the t interval of the mean of ``values`` at level 1 - ``level``.
+    """Return the half-width of the t interval for the mean of ``values``, with coverage 1 - ``level``.
 
-    NaN with fewer than two values.
+    NaN if there are fewer than two values.
     """
     if len(values) < 2:
         return math.nan
@@ -149,9 +152,10 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 
 
 def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
-    """Return the seeds whose runs only repeat an earlier seed, with this seed: all metrics except costs are equal.
+    """Return the seeds whose runs only repeat those of an earlier seed, mapped to this earlier seed.
 
-    Such runs draw nothing that affects the results, so they count as one result.
+    All their metrics except costs are equal, because nothing random affects them. Seeds whose runs are repetitions
+    count as one result.
     """
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
@@ -161,24 +165,24 @@ def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
 
 
 def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
-    """Return True if the metrics of two seeds are equal, and at least one metric exists."""
+    """Return True if all metrics of two seeds are equal and at least one of them is finite."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
 
 
 def close(one: float, other: float) -> bool:
-    """Return True if two values are equal. Two missing values are equal."""
+    """Return True if two values are equal up to `EQUALITY_TOLERANCE`. Two missing values are also equal."""
     return math.isclose(one, other, rel_tol=EQUALITY_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model of a method in a run, over all seeds.
+    """Row of the results table: one model of a method in a run, over all seeds.
 
-    ``figures`` contains, per metric on the clients' test parts, ``metric`` (mean over clients at the last round) and
-    ``metric/worst10``, and, if recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``. It also contains
-    ``loss/variance``, ``metric@validation`` (at the round that was best on validation), ``metric@common`` (common test
-    set), and the totals of work and traffic.
+    For each metric on the clients' test parts, ``figures`` contains ``metric`` (the mean over clients in the last
+    round) and ``metric/worst10``, and if they were recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``.
+    ``figures`` also contains ``loss/variance``, ``metric@validation`` (in the round that was best on validation data),
+    ``metric@common`` (on the common test set), and the totals of work and traffic.
     """
 
     run: str
@@ -190,28 +194,28 @@ class Row:
 
     @property
     def role(self) -> str:
-        """Role of the method in a comparison: "alone", "average", "pooled", or empty."""
+        """Role of the method in a comparison: "alone", "average", "pooled" or ""."""
         stated = next((record.role for record in self.records if record.role is not None), None)
         return ROLES_BY_NAME.get(self.algorithm, "") if stated is None else stated
 
     @property
     def name(self) -> str:
-        """Text that identifies the method and the run."""
+        """Name that identifies the method and the run."""
         return f"{self.method} · {self.run}" if self.run else self.method
 
     @property
     def title(self) -> str:
-        """Text that identifies the method, the run and the model."""
+        """Name that identifies the method, the run and the model."""
         return f"{self.name} · {self.model}" if self.model else self.name
 
     def result(self, name: str) -> Estimate | None:
-        """Return a metric, or None if all seeds lack it."""
+        """Return a metric, or None if it has no finite value for any seed."""
         estimate = self.figures.get(name)
         return estimate if estimate is not None and estimate.finite else None
 
     @property
     def repeats(self) -> Mapping[int, int]:
-        """Seeds that repeat an earlier seed, with that seed."""
+        """Seeds that repeat an earlier seed, mapped to this earlier seed."""
         return next((estimate.repeats for estimate in self.figures.values()), {})
 
     @property
@@ -226,7 +230,10 @@ class Row:
 
     @property
     def remark(self) -> str:
-        """Status if a run diverged or failed, or no client was tested. Else empty."""
+        """Status of the runs if one diverged or failed, or if no client was tested.
+
+        The remark is empty if all runs ended well.
+        """
         return UNTESTED_REASON if self.untested else "" if self.sound else self.status
 
     @property
@@ -237,7 +244,7 @@ class Row:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Seeds without a result."""
+        """Seeds whose runs have no result."""
         return frozenset(record.seed for record in self.records if record.lost)
 
     @property
@@ -247,12 +254,12 @@ class Row:
 
     @property
     def running(self) -> bool:
-        """True if some seed has not reached its end."""
+        """True if the run of some seed has not ended."""
         return not self.records or any(record.status == "interrupted" for record in self.records)
 
     @property
     def status(self) -> str:
-        """Short phrase that describes the state of the runs, e.g. ``diverged by round 7 (seed 2)``."""
+        """Short phrase that describes the status of the runs, e.g. ``diverged by round 7 (seed 2)``."""
         seeds: dict[str, list[int]] = {}
         for record in self.records:
             if record.status != "done":
@@ -266,9 +273,9 @@ class Row:
         return "; ".join(shown[:2]) + (f" and {more} more" if more else "")
 
     def _share(self, seeds: list[int]) -> str:
-        """Return a text with the seeds, or with their number if there are several.
+        """Return text that names the seed, or states the number of seeds if there are several.
 
-        Return an empty text if all seeds are meant.
+        The text is empty if all seeds are meant.
         """
         if len(seeds) == 1:
             return f" (seed {seeds[0]})"
@@ -282,7 +289,7 @@ def _phrase(record: RunRecord) -> str:
 
 
 def method_rows(runs: list[Run]) -> list[Row]:
-    """Return every method and model of the runs, in the order of the experiments."""
+    """Return a row for every model of every method in the runs, in the order of the experiments."""
     rows = []
     for run in runs:
         label = run.label if len(runs) > 1 else ""
@@ -296,7 +303,7 @@ def method_rows(runs: list[Run]) -> list[Row]:
 
 
 def run_of(runs: list[Run], row: Row) -> Run:
-    """Return the run to which a row belongs."""
+    """Return the run that a row belongs to."""
     return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
 
@@ -306,7 +313,7 @@ def _models(run: Run, method: str) -> list[str]:
 
 
 def test_metrics(run: Run, method: str, model: str) -> list[str]:
-    """Return the metrics recorded on the clients' test parts."""
+    """Return the names of the metrics that were recorded on the clients' test parts."""
     about = (method, model, "test")
     names = {key.metric for key in run.series if (key.method, key.model, key.part) == about}
     totals = {key.metric for key in run.totals if (key.method, key.model, key.part) == about}
@@ -327,13 +334,13 @@ def leading_metric(runs: list[Run]) -> str:
 
 
 def seeds_of(run: Run, method: str) -> list[int]:
-    """Return the seeds of a method, in order."""
+    """Return the seeds of a method in ascending order."""
     named = {record.seed for record in run.summary.runs if record.method == method}
     return sorted(named | {key.seed for key in [*run.series, *run.totals] if key.method == method})
 
 
 def is_other_figure(key: Key) -> bool:
-    """Return True if a series of the federation is neither work nor a statistic of a client metric."""
+    """Return True if a series of the federation is neither a cost nor a statistic of a client metric."""
     plain = "/" not in key.metric and key.metric not in METRICS and key.metric not in WORK_FIGURES
     return plain and key.part in ("", "test")
 
@@ -382,9 +389,9 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
 
 
 def _chosen(validation: Curve, test: Curve, name: str) -> float:
-    """Return the test value at the round that is best on validation (the earliest if several are equal).
+    """Return the test value in the round with the best validation value (the earliest such round in case of a tie).
 
-    Nan without validation.
+    The result is NaN if there are no validation values.
     """
     finite = np.isfinite(validation.value)
     if not finite.any():

@@ -1,4 +1,7 @@
-"""Top of the page as HTML: facts, notes, a card per criterion, and the result table. Every recorded text is escaped."""
+"""Top of the report page as HTML: key facts, notes, a card for each criterion, and the table of results.
+
+All recorded text is escaped.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,22 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell, columns_of
 
 MAX_OPEN_NOTES = 4
-"""Number of notes that are shown. Further notes are collapsed."""
+"""Number of notes that are always visible. If there are more, the others are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
-"""Ratio to the smallest work up to which work counts as equal, as in plans of `fedloom tune`. A note lists methods
-whose work exceeds FedAvg's work by a larger ratio."""
+"""Ratio to the smallest amount of work up to which methods are considered to do equal work, as in `fedloom tune`. A
+note names the methods whose work exceeds that of FedAvg by a larger ratio."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
-"""Work and traffic, which are shown next to the leading metric."""
+"""Work and traffic, whose columns follow the leading metric."""
 MAX_COLUMNS = 6
-"""Largest number of columns next to the leading metric and the status that fit on a page of 1,280 pixels."""
+"""Maximum number of columns, besides the leading metric and the status, that fit on a page of 1,280 pixels."""
 MAX_NAMED_MISSING = 20
-"""Largest number of clients without a result that are named."""
+"""Maximum number of clients without a result that are named."""
 TIE_TOLERANCE = 1e-6
-"""Relative difference below which results are called equal."""
+"""Relative difference below which two results are considered equal."""
 
 
 def render_answer(conclusions: Sequence[Conclusion]) -> str:
-    """Return the conclusions as the top of the page: the winner, the lead, the compared models, and their cost."""
+    """Render the conclusions for the top of the page: winner, differences, compared models and their cost."""
     parts = []
     for one in conclusions:
         first, *pairs = one.lines()
@@ -48,7 +51,7 @@ def render_answer(conclusions: Sequence[Conclusion]) -> str:
 
 
 def facts(runs: list[Run], rows: list[Row]) -> str:
-    """Render one line: the number of methods, seeds, clients and rounds, and the size of the model."""
+    """Render a line with the numbers of methods, seeds, clients and rounds, and the size of the model."""
 
     def span(values: list[int]) -> str:
         low, high = min(values, default=0), max(values, default=0)
@@ -73,14 +76,15 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
 
 
 def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
-    """Render a card per criterion: the leader, its value and its certainty.
+    """Render a card for each criterion, with the best method, its value and how certain its lead is.
 
-    Runs with different data or attacks have separate cards.
+    Runs with different data or attacks have separate groups of cards.
 
     Args:
-        runs: runs of the rows.
-        rows: all models of all methods.
-        models: which row of a method is compared. At most one row is compared, even if all are requested.
+        runs: runs that the rows belong to.
+        rows: rows of the results table, one for each model of each method.
+        models: which of a method's models is compared. Only one model per method is compared, even if all are
+            requested.
     """
     lead, groups = leading_metric(runs), []
     for label, own_runs, task_rows in tasks(runs, rows):
@@ -107,7 +111,7 @@ def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
 
 
 def significance_text(winner: Winner, rows: list[Row]) -> str:
-    """Render the certainty of a winner's lead as HTML."""
+    """Render a sentence on how certain the winner's lead is, as HTML."""
     criterion = winner.criterion
     equals = ", ".join(rows[i].name for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
@@ -150,12 +154,12 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
 
 
 def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
-    """Return the result tables: mean, status, work and traffic of each row, and the other metrics in a collapsed part.
+    """Render the tables of results: the mean, status and costs of each row, and other metrics in a collapsed table.
 
     Args:
-        rows: rows of the table.
-        runs: runs of the rows. The best row of a column is bold among rows with equal data and attack, or among all
-            rows without runs.
+        rows: rows of the results table.
+        runs: runs that the rows belong to. The best row of a column is set in bold among rows with equal data and
+            attack, or among all rows if no runs are given.
     """
     columns = columns_of(rows)
     if not columns:
@@ -175,7 +179,10 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 def _results(
     rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
 ) -> str:  # fmt: skip
-    """Return a table of some metrics. The leading metric is shown with a bar and the status."""
+    """Render a table of the given metrics.
+
+    The column of the leading metric includes bars, and the status of each row is also shown.
+    """
     groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
     rated = [name for name in columns if name not in COST_FIGURES]
     best = {(id(row), name): top for peers in groups for name in rated for top in [_best(name, peers)] for row in peers}
@@ -207,13 +214,16 @@ def _equals(value: float, best: float | None) -> bool:
 
 
 def _best(name: str, rows: list[Row]) -> float | None:
-    """Return the best mean of a column among sound rows, or None without a comparison or a better direction."""
+    """Return the best mean of a column over rows without lost runs.
+
+    Return None if rows cannot be ranked by this metric.
+    """
     means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
     return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
 
 
 def _span(name: str, rows: list[Row]) -> tuple[float, float]:
-    """Return the ends of a column's scale, without far outliers."""
+    """Return the ends of a column's scale, which leaves out extreme outliers."""
     means = {row.title: estimate.mean for row in rows if (estimate := row.result(name)) is not None}
     off = off_axis(means)
     near = [mean for title, mean in means.items() if title not in off] or [0.0]
@@ -222,7 +232,10 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
 
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
-    """Return the position of a dot with its interval (of the seeds if there are few) on the column's scale, or None."""
+    """Return the position of a row's mean on a column's scale, with its interval or its seeds.
+
+    Return None without a value.
+    """
     estimate = row.result(name)
     if estimate is None:
         return None
@@ -238,14 +251,14 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | Non
 
 
 def note_list(runs: list[Run], rows: list[Row]) -> str:
-    """Render the notes as HTML: the first notes are open, and the others are collapsed."""
+    """Render the notes as HTML, with the first few visible and the others collapsed."""
     lines = notes(runs, rows)
     count = len(lines) if len(lines) <= MAX_OPEN_NOTES + 1 else MAX_OPEN_NOTES
     return render_part("notes", first=lines[:count], rest=lines[count:])
 
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
-    """Return notes of one sentence each: first the notes of the report, then the warnings of the runs."""
+    """Return notes of one sentence each: those of the report, followed by the warnings of the runs."""
     remarks = [
         note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)
     ]
@@ -319,7 +332,7 @@ def _clients(run: Run, run_rows: list[Row]) -> list[str]:
 
 
 def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
-    """Return the benign clients without a value at the last round, by seed with a result."""
+    """Return the benign clients without a value in the last round, as one set for each seed that has a result."""
     without = []
     for key in run.series:
         about = (key.method, key.model, key.part, key.metric)
@@ -354,7 +367,10 @@ def _repeats(run: Run, run_rows: list[Row]) -> str:
 
 
 def _merged(warnings: tuple[str, ...]) -> list[str]:
-    """Return the warnings. If several seeds share a warning, it is returned once, with all these seeds."""
+    """Return the warnings of a run.
+
+    A warning that several seeds share is returned once, with the numbers of these seeds.
+    """
     by_text: dict[tuple[str, str], list[str]] = {}
     for warning in warnings:
         match = re.fullmatch(r"(.+), seed (\d+): (.*)", warning, re.DOTALL)

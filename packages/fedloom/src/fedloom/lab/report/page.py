@@ -1,4 +1,4 @@
-"""Writer of the report: a self-contained HTML file, and its tables and charts as files next to it."""
+"""Writing of a report: a self-contained HTML page, with its tables and charts as files in a folder next to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_dire
 from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
 
 FIRST_BYTES = 4096
-"""Number of bytes at the start of a page that contain its title. The name of an experiment is much shorter."""
+"""Number of bytes at the start of a page that always contain its title. The name of an experiment is much shorter than
+this."""
 
 
 def write_report(
@@ -51,37 +52,37 @@ def write_report(
     margin: float | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a report of one or several run directories and return its path.
+    """Write a report on one or more run directories and return its path.
 
-    ``out`` becomes a self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder with
-    the same name without its suffix receives ``results.csv`` and ``results.tex``. If there is a method with which the
-    others can be compared, the folder receives ``pairs.csv`` and ``pairs.tex``. If clients are few and named, the
-    folder receives ``sites.csv`` and ``sites.tex``.
+    ``out`` is a self-contained page. Readers can save every chart as SVG and its data as CSV. The files ``results.csv``
+    and ``results.tex`` are written to a folder with the same name as the page, without its suffix. If some method can
+    serve as the baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If there are only a few clients and they
+    have names, ``sites.csv`` and ``sites.tex`` are also written.
 
     Args:
-        run_dirs: output directories of runs. Several are compared.
-        out: path of the HTML file, e.g. ``RUN/report.html``. Its folder is created if it does not exist.
-        columns: metrics in ``results.tex``, by their names in ``results.csv``. None: up to six metrics that suit the
-            task.
-        charts: True to also write each chart as SVG and its data as CSV into the folder.
-        baseline: label of the method with which every other method is compared. None: `local`, or else `fedavg`, if one
-            of them was run.
-        compare_model: rows of a method in ``results.tex`` and in the comparison: the model that a client would use, the
-            personal model, or all models.
-        margin: largest difference of the leading metric that does not matter, in the units of the metric. None: no
-            margin is stated.
+        run_dirs: paths of the run directories. If there are several, they are compared.
+        out: path of the HTML file, e.g. ``RUN/report.html``. The folder of the file is created if it does not exist.
+        columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. None: up to six metrics
+            that suit the task are chosen.
+        charts: True to also write each chart as SVG, and its data as CSV, to the folder.
+        baseline: label of the method against which all other methods are tested. None: the baseline is local training,
+            or else FedAvg, if one of them was run.
+        compare_model: which of a method's models appear in ``results.tex`` and in the comparison: the model that a
+            client would use, the personal model, or all models.
+        margin: largest difference of the leading metric that does not matter in practice, in the units of the metric.
+            None: no methods are called equivalent.
         force: True to replace files that were not written by a report.
 
     Returns:
         ``out``.
 
     Raises:
-        RunDirError: a directory is not a run, or one of its files is damaged, or ``out`` would be inside a file.
-            Nothing is written.
-        ConfigError: ``out`` does not end in ``.html``, or is inside a run (except ``RUN/NAME.html``), or exists and is
-            not a report, or its folder contains files that were not written by a report. The error is also raised if a
-            column or method does not exist, or if the margin is not a number above 0.
-        CheckpointError: the disk is full or rejects the files. The runs are unchanged.
+        RunDirError: a folder is not a run directory, or one of its files is damaged, or ``out`` would lie inside a
+            file. Nothing has been written in that case.
+        ConfigError: ``out`` does not end in ``.html``, or lies inside a run directory (other than ``RUN/NAME.html``),
+            or exists but is not a report, or its folder contains files that no report has written. This error is also
+            raised if a column or method does not exist, or if the margin is not a number above 0.
+        CheckpointError: the disk is full or refuses the files. The recorded runs are not changed.
     """
     beside = check_report(run_dirs, out, force=force)
     with _recorded(run_dirs):
@@ -120,7 +121,7 @@ def write_report(
 
 @contextmanager
 def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Raise `RunDirError` if files that can be read individually are inconsistent with each other."""
+    """Raise `RunDirError` if the recorded files contradict each other, although each of them can be read."""
     try:
         yield
     except FedloomError:
@@ -142,9 +143,9 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
 
 
 def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best-on-validation") -> list[Figure]:
-    """Build all charts that are possible with the recorded metrics.
+    """Build all charts for which metrics are recorded.
 
-    Color means the model unless the caption states another meaning.
+    Colors stand for kinds of models, unless the caption of a chart states otherwise.
     """
     lead = leading_metric(runs)
     charts = [
@@ -169,11 +170,11 @@ def _data_csv(figure: Figure) -> str:
 
 
 def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
-    """Return the folder next to a report for its tables and charts, after checking that both may be written.
+    """Check that a report and its folder may be written, and return the folder.
 
     Raises:
-        RunDirError: the folder is a file.
-        ConfigError: see `fedloom.lab.report.write`.
+        RunDirError: there is a file at the path of the folder.
+        ConfigError: the page must not be written to this path (see `write_report`).
     """
     if not out.name:
         raise ConfigError(f"a report is one HTML file, got {out}. Use the name of a file")
@@ -203,13 +204,13 @@ def _is_report(path: Path) -> bool:
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
-    """Raise if the folder next to a report contains files to be replaced that were not written by a report.
+    """Raise an error if the folder of a report contains files that would be replaced although no report wrote them.
 
-    A report wrote the files if the report exists, which `check_report` has checked, or if the folder belongs to a run
-    directory. If one of the files is a link, the link is replaced and not followed.
+    Files are assumed to be written by a report if the report exists (which `check_report` has checked), or if the
+    folder lies in a run directory. If one of the files is a link, the link itself is replaced, not the file behind it.
 
     Raises:
-        ConfigError: a file exists without a report.
+        ConfigError: a file exists, but no report does.
     """
     if force or out.exists() or is_run_directory(out.parent):
         return
@@ -223,7 +224,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write text to a temporary file first, so that readers never see a half-written file.
 
     Raises:
-        CheckpointError: the disk is full or rejects the file.
+        CheckpointError: the disk is full or refuses the file.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with explained(path):
@@ -239,5 +240,5 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Report in one sentence that a file of a report could not be written."""
+    """Turn an error that occurs while a file of a report is written into a sentence for the user."""
     return explain_os_error(path, "The results of the run are intact", "write the report with 'fedloom report'")

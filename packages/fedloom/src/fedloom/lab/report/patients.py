@@ -1,4 +1,4 @@
-"""Individual test samples: recorded predictions, pooled over the seeds or folds that tested them."""
+"""Predictions for individual test samples, combined over the seeds or folds that tested them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from fedloom.rundir import PREDICTIONS_FILE
 
 
 class Predicted(NamedTuple):
-    """Test samples of one model, ordered by client and row.
+    """Predictions of one model for test samples, ordered by client and row.
 
     Attributes:
-        client: client ``[N]`` of each sample.
-        row: position of each sample in the data ``[N]``.
-        target: target ``[N]`` of each sample.
-        prediction: mean prediction ``[N]`` over the seeds that tested the sample. For a binary task, it is the
-            probability of the second class. For several classes, it is the share of the seeds that were right (targets
-            are then 1).
-        event: 1 if the target is the time of an event, 0 if it is censored ``[N]``. None for other tasks.
-        subject: number ``[N]`` of the subject of the sample. None: each sample belongs to a separate subject.
+        client: client of each sample, ``[N]``.
+        row: position of each sample in the data, ``[N]``.
+        target: target of each sample, ``[N]``.
+        prediction: mean prediction for each sample over the seeds that tested it, ``[N]``. For two classes, the
+            prediction is the probability of the second class. For more classes, it is the fraction of seeds that
+            predicted the right class, and all targets are 1.
+        event: 1 if the target is the time of an event, or 0 if it is a censoring time, ``[N]``. None for tasks without
+            events.
+        subject: number of each sample's subject, ``[N]``. None if each sample belongs to a different subject.
     """
 
     client: NDArray[np.int64]
@@ -36,7 +37,7 @@ class Predicted(NamedTuple):
     subject: NDArray[Any] | None = None
 
     def select_client(self, client: int | None) -> Predicted:
-        """Select the predictions of one client. None selects all."""
+        """Return the predictions for one client. If ``client`` is None, all predictions are returned."""
         if client is None:
             return self
         here = self.client == client
@@ -45,23 +46,24 @@ class Predicted(NamedTuple):
 
     @property
     def units(self) -> NDArray[np.int64]:
-        """Subject ``[N]`` of each sample, numbered from 0.
+        """Subject of each sample, numbered from 0, ``[N]``.
 
-        If no subjects are known, each sample is a separate subject.
+        If no subjects are known, each sample is its own subject.
         """
         if self.subject is None:
             return np.arange(len(self.target))
         return np.unique(self.subject, return_inverse=True)[1].astype(np.int64)
 
     def count(self, some: NDArray[np.bool_] | None = None) -> int:
-        """Return the number of subjects of the samples, or of some of them ``[N]``."""
+        """Return the number of subjects of all samples, or of the samples that the mask ``some [N]`` selects."""
         return len(np.unique(self.units if some is None else self.units[some]))
 
 
 def tested(run: Run, method: str, model: str) -> Predicted | None:
-    """Return a model's predictions for test samples.
+    """Return a model's predictions for the test samples of benign clients.
 
-    None if predictions were not stored, or consist of several numbers.
+    The result is None if no predictions were stored, or if a prediction consists of several numbers that are not class
+    probabilities.
     """
     path = run.path / PREDICTIONS_FILE
     if not path.exists():
@@ -94,5 +96,5 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
 
 
 def is_binary(run: Run, samples: Predicted) -> bool:
-    """Return True if targets are two classes, and predictions are probabilities of the second class."""
+    """Return True if there are two classes and the predictions are probabilities of the second class."""
     return len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())

@@ -1,4 +1,4 @@
-"""Reader of run directories. It checks all files and uses only recorded numbers."""
+"""Reading of run directories. All files are checked, and only recorded numbers are used."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ _TEXT_CODE_TYPE = pa.dictionary(pa.int32(), pa.string())
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """Read run directories and make their labels distinct.
+    """Read run directories, and give each run a unique label.
 
     Raises:
-        RunDirError: the list is empty, a directory is given twice, or a directory is not a readable run directory.
+        RunDirError: the list is empty, a directory is given twice, or a folder is not a run directory or cannot be
+            read.
     """
     paths = [Path(path).resolve() for path in run_dirs]
     if not paths:
@@ -102,10 +103,10 @@ def _read(path: Path, label: str) -> Run:
 def _recounted(
     series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
 ) -> dict[Key, Points]:
-    """Recompute the metrics over clients without the attackers of any method.
+    """Recompute the metrics over clients, leaving out the attackers of all methods.
 
-    A run excludes only its own attackers. If an attack is set for one method only, the other methods count these
-    clients.
+    A run itself leaves out only its own attackers. If only one method is attacked, the metrics of the other methods
+    therefore still include these clients.
     """
     recounted: dict[Key, Points] = {}
     for key, points in series.items():
@@ -140,7 +141,7 @@ def _text(path: Path) -> str:
 
 
 def _check_settings(path: Path, settings: str) -> None:
-    """Raise if a file is not a settings document as `fedloom run` writes it: a plain value or a table per key."""
+    """Raise an error if a file does not have the structure of the settings that `fedloom run` writes."""
     try:
         document = tomllib.loads(settings)
     except RecursionError as error:
@@ -158,7 +159,7 @@ def _check_settings(path: Path, settings: str) -> None:
 
 
 def _summary(path: Path) -> Summary:
-    """Read the summary. Return an empty summary while the first method is still running."""
+    """Read the summary of a run directory. The summary is empty while the first method is still running."""
     try:
         return read_summary(path)
     except FileNotFoundError:
@@ -178,7 +179,10 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
 
 
 def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
-    """Read the split of every seed and the clients' names. Both are empty while the first method is still running."""
+    """Read the split of every seed, and the names of the clients.
+
+    Both results are empty while the first method is still running.
+    """
     import pyarrow.compute as pc  # slow to import
 
     if not path.exists():
@@ -205,13 +209,13 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
-    """Read the named columns, each cast to the type that its name has in all files of a run directory.
+    """Read the named columns of a file, each converted to the type that this column has in all run directories.
 
-    If ``coded`` is true, text is read as codes with a dictionary. ``lacking`` are additional columns, which directories
-    of earlier versions may lack. If one of them is missing, all of them are skipped.
+    If ``coded`` is true, text columns are read in dictionary encoding. ``lacking`` names additional columns that
+    earlier versions did not write. If one of these columns is missing, all of them are skipped.
 
     Raises:
-        RunDirError: the file is damaged, or lacks one of the columns.
+        RunDirError: the file is damaged, or does not contain one of the required columns.
     """
     import pyarrow.compute as pc  # slow to import
 
@@ -250,15 +254,15 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
 
 
 def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
-    """Read the named columns of a file of a run directory.
+    """Read the named columns of a file in a run directory.
 
-    The result is None if the file is missing (see `read_table`).
+    The result is None if the file does not exist (see `read_table`).
     """
     return read_table(path, names) if path.exists() else None
 
 
 def rows_where(table: pa.Table, **values: object) -> pa.Table:
-    """Select the rows in which the named columns contain these values."""
+    """Select the rows in which the given columns have the given values."""
     import pyarrow.compute as pc  # slow to import
 
     for name, value in values.items():
@@ -267,7 +271,7 @@ def rows_where(table: pa.Table, **values: object) -> pa.Table:
 
 
 def _split(table: pa.Table) -> dict[Key, Points]:
-    """Group rows by key. Each group is sorted by round, then client."""
+    """Group the rows of a table by key. Each group is sorted by round and then by client."""
     if not len(table):
         return {}
     categories: dict[str, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Run directory in memory: its series by key, its partitions, its settings and its summary."""
+"""A run directory that has been read into memory: its series of metrics, partitions, settings and summary."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class Key(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Recorded series, sorted by round, then client. All ``[k]``."""
+    """Recorded series of a metric, sorted by round and then by client. All arrays have the shape ``[k]``."""
 
     round: Integers
     client: Integers
     value: Numbers
 
     def select(self, rows: Any) -> Points:
-        """Select points by positions, a slice or a mask."""
+        """Select points by a slice, a mask or an array of positions."""
         return Points(self.round[rows], self.client[rows], self.value[rows])
 
 
 @dataclass(frozen=True)
 class RunPartition:
-    """Split of one seed's samples among its clients.
+    """Split of the samples among clients with one seed.
 
     Attributes:
-        counts: number of training samples ``[n, C]`` by client and class. C = 0 for a regression.
-        sizes: number of training samples ``[n]``.
-        groups: planted group ``[n]``, or -1 without planted groups.
-        attackers: clients that attack.
-        tested: number of test samples ``[n]``. None if they are not recorded.
-        tests: digest of the clients' test parts. It is empty if the digest is not recorded.
+        counts: number of training samples of each client and class, ``[n, C]``. C is 0 for a regression.
+        sizes: number of training samples of each client, ``[n]``.
+        groups: planted group of each client, ``[n]``, or -1 if there are no planted groups.
+        attackers: indices of the clients that attack.
+        tested: number of test samples of each client, ``[n]``. None if these numbers were not recorded.
+        tests: digest of the test parts of all clients. The digest is empty if it was not recorded.
     """
 
     counts: Numbers
@@ -62,16 +62,16 @@ class RunPartition:
 
 @dataclass(frozen=True)
 class Run:
-    """Run directory in memory.
+    """A run directory that has been read into memory.
 
     Attributes:
-        label: short name, unique in this report.
-        settings: text of ``experiment.toml``.
-        partitions: split of every seed.
+        label: short name of the run that is unique within a report.
+        settings: content of ``experiment.toml``.
+        partitions: split of the samples, keyed by seed.
         names: names of the clients.
-        series: points of each recorded series about clients.
-        totals: points of each recorded series about the whole federation.
-        seconds: duration of each round in seconds for (method, seed), sorted by round.
+        series: recorded metrics of individual clients, keyed by series.
+        totals: recorded metrics of the whole federation, keyed by series.
+        seconds: duration of each round in seconds, keyed by (method, seed) and sorted by round.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the packages with which the run was made, by name."""
+        """Versions of the packages that the run used, keyed by name."""
         resolved = self.options.get("resolved", {})
         versions = resolved.get("versions", resolved)
         return {name: version for name, version in versions.items() if isinstance(version, str)}
@@ -104,24 +104,30 @@ class Run:
 
     @property
     def clients(self) -> int:
-        """Number of clients, or 0 if it is not recorded."""
+        """Number of clients, or 0 if it was not recorded."""
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, seed: int) -> frozenset[int]:
-        """Clients that attacked. Scores of clients that attack are not informative about a method."""
+        """Return the clients that attacked with the given seed.
+
+        The scores of such clients say nothing about a method.
+        """
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
     @property
     def ratio(self) -> float:
-        """Test samples per training sample if every seed splits the same samples again, else 0 (see `ratios`)."""
+        """Number of test samples per training sample (see `ratios`).
+
+        The ratio is 0 if the seeds do not split the same samples in new ways.
+        """
         ratios, sizes = self.ratios, np.sum([part.sizes for part in self.partitions.values()], axis=0)
         return float(np.average(ratios, weights=sizes)) if ratios is not None else 0.0
 
     @property
     def ratios(self) -> Numbers | None:
-        """Test samples per training sample for each client ``[n]``, as a mean over seeds.
+        """Number of test samples per training sample for each client, ``[n]``, as a mean over seeds.
 
-        None if seeds share their test parts, if there is only one seed, or if test parts are not recorded.
+        None if the seeds share their test parts, if there is only one seed, or if the test parts were not recorded.
         """
         parts = [*self.partitions.values()]
         if len({part.tests for part in parts}) < 2:
@@ -132,11 +138,11 @@ class Run:
 
     @property
     def attacked(self) -> bool:
-        """True if clients that attacked are known."""
+        """True if any clients are recorded as attackers."""
         return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:
-        """Return a series without the attacking clients, or None if it was not recorded."""
+        """Return a series without the clients that attack, or None if the series was not recorded."""
         points = self.series.get(key)
         attackers = self.attackers(key.seed)
         if points is None or not attackers:
@@ -148,5 +154,5 @@ class Run:
         return self.names[id] if id < len(self.names) else str(id)
 
     def titled_client(self, id: int) -> str:
-        """Return the name of a client as the title of a panel."""
+        """Return the name of a client in the form that serves as the title of a panel."""
         return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)

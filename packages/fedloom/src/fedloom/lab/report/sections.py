@@ -18,19 +18,19 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_digest, has_digest
 
 GROUP_NAME = "fedloom.sections"
-"""Entry points of functions ``(runs, rows, lead) -> Section | None`` by the kind of the analysis."""
+"""Entry points of functions ``(runs, rows, lead) -> Section | None``, which are named after kinds of analyses."""
 MAX_LINES = 200
-"""Largest number of lines of a plain table on the page. The CSV file contains all lines."""
+"""Maximum number of lines of a plain table that the page shows. The CSV file always contains all lines."""
 
 
 class Section(NamedTuple):
-    """Section of a page about an analysis.
+    """Section of the report that shows the results of an analysis.
 
     Attributes:
-        title: the heading.
-        lead: sentence below the title.
-        body: HTML. It is empty if nothing was recorded.
-        files: CSV files next to the page, by name without suffix.
+        title: heading of the section.
+        lead: sentence below the heading.
+        body: content of the section as HTML. The body is empty if the analysis recorded nothing.
+        files: CSV files to write next to the page, keyed by name without suffix.
     """
 
     title: str
@@ -43,12 +43,12 @@ MakeSection = Callable[[list[Run], list[Row], str], Section | None]
 
 
 def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Section]:
-    """Return the sections of all recorded analyses of the runs, by kind.
+    """Return the sections of all analyses that the runs recorded, keyed by the kind of analysis.
 
     Args:
-        runs: runs of the report.
-        rows: results of the runs by method and model.
-        lead: leading metric.
+        runs: runs that the report covers.
+        rows: rows of the results table, one for each model of each method.
+        lead: name of the leading metric.
     """
     sections = dict[str, Section]()
     makers: dict[str, MakeSection] = {entry.name: entry.load() for entry in entry_points(group=GROUP_NAME)}
@@ -62,11 +62,13 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
 
 
 def plain_section(runs: list[Run], name: str) -> Section:
-    """Return the recorded table of an analysis with rounded cells. The CSV file contains the unrounded values.
+    """Return a section that shows the recorded table of an analysis, with rounded cells.
+
+    The CSV file of the section contains the values without rounding.
 
     Args:
-        runs: runs of the report.
-        name: name of the file in a run directory. A file that no run has written is omitted.
+        runs: runs that the report covers.
+        name: name of the table's file in a run directory. Runs that did not write this file are skipped.
     """
     title = Path(name).stem.replace("_", " ").capitalize()
     body, columns, lines = "", dict.fromkeys(["run"]), list[dict[str, Any]]()

@@ -1,4 +1,4 @@
-"""Description of a run: the main settings in words, the settings of each method, versions, and the exact file."""
+"""Settings of a run as HTML: the main settings in words, the settings of each method, versions, and the exact file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from fedloom.lab.report.markup import render_part, scrolling
 from fedloom.lab.report.run import Run
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
-"""Titles of those tables in the experiment file whose titles differ from their names."""
+"""Titles of tables in the experiment file, where they differ from the names of the tables."""
 UNREPORTED_TABLES = ("engine", "resolved", "tune")
-"""Tables that do not affect any value in the report. The whole file is printed below."""
+"""Tables that have no effect on the values in the report. These tables still appear in the full text of the file at the
+end of the section."""
 NOT_OPTIONS = ("algorithm", "label")
-"""Settings of a method that are not compared with other methods."""
+"""Keys of a method that are not compared with those of other methods."""
 
 
 def settings(runs: list[Run]) -> str:
-    """Describe the settings, the differences between the runs, and how each run ended."""
+    """Render the settings, the differences between the runs, and how each run ended."""
     several = len(runs) > 1
     shown = [
         {"label": run.label, "words": _words(run), "methods": _methods(run), "every": _every_run(run),
@@ -48,9 +49,9 @@ def _words(run: Run) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Render nested settings in one line, e.g. ``mixed: clients 10, alpha 0.5``.
+    """Render nested settings as one line of text, e.g. ``mixed: clients 10, alpha 0.5``.
 
-    Settings that are off or empty are omitted.
+    Settings that are turned off or empty are left out.
     """
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
@@ -72,7 +73,7 @@ def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _methods(run: Run) -> str:
-    """Render each method with the settings that it does not share with the other methods."""
+    """Render a table of the methods, with the settings in which each differs from the others."""
     methods = [method for method in run.options.get("method", []) if isinstance(method, dict)]
     agreed = _shared(methods)
     lines = []
@@ -123,7 +124,7 @@ def _differences(runs: list[Run]) -> str | None:
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to ``{"a.b": value}``. Methods are counted from 1."""
+    """Flatten nested tables to the form ``{"a.b": value}``. Methods in a list are numbered from 1."""
     if isinstance(options, list) and options and isinstance(options[0], dict):
         options = {str(i): value for i, value in enumerate(options, start=1)}
     if not isinstance(options, dict):

@@ -1,6 +1,6 @@
-"""Sites of a deployment: rounds that each site joined or missed, and reasons why its replies were rejected.
+"""Sites of a deployment: the rounds in which each site took part, and the reasons why its replies were rejected.
 
-The tables also show how much privacy was spent.
+Another table shows how much privacy was spent.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
 
 MAX_ROUND_LINES = 25
-"""Largest number of lines in a table over rounds. If there are more rounds, they are thinned evenly, keeping the first
-and the last round."""
+"""Maximum number of lines in a table over rounds. If there are more rounds, an evenly spaced selection is shown,
+including the first and the last."""
 
 SITES_TEXT = "Course of the run at the sites. A round counts for a site after its upload was accepted."
 
 
 def site_tables(runs: list[Run]) -> str:
-    """Render an HTML table per deployed run, or "" if all runs are simulations."""
+    """Render an HTML table for each run of a deployment, or return "" if all runs are simulations."""
     parts = []
     for run in runs:
         rounds = max((record.rounds for record in run.summary.runs), default=0)
@@ -45,9 +45,9 @@ def site_tables(runs: list[Run]) -> str:
 
 
 def privacy_tables(runs: list[Run]) -> str:
-    """Render an HTML table of epsilon by round for each run that spent privacy.
+    """Render an HTML table of epsilon by round for each run that spent any privacy.
 
-    The table contains a column per method with the maximum over seeds.
+    The table contains one column per method, with the maximum over seeds.
     """
     parts = []
     for run in runs:

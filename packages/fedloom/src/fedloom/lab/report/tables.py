@@ -1,4 +1,7 @@
-"""Tables of results as Arrow, as CSV and as LaTeX (booktabs). They contain numbers and HTML tables for people."""
+"""Tables of results as Arrow, CSV and LaTeX (booktabs).
+
+The numbers in the HTML tables for readers are also formatted here.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +26,31 @@ from fedloom.metrics import leading
 T = TypeVar("T")
 
 HIDDEN_FIGURES = set(WORK_FIGURES) - set(COST_FIGURES)
-"""Metrics in the CSV file that the HTML table omits."""
+"""Metrics that are in the CSV file but not in the HTML table."""
 MAX_LATEX_COLUMNS = 6
-"""Largest number of columns of the LaTeX table if no columns are chosen."""
+"""Maximum number of columns in the LaTeX table if the caller does not choose the columns."""
 BOOKTABS_LINE = "% \\usepackage{booktabs}"
 TERMINAL_FIGURES = ("steps", "bytes_down")
-"""Costs that a LaTeX table omits if no columns are chosen."""
+"""Costs that the LaTeX table leaves out if the caller does not choose the columns."""
 
 
 def result_table(run_dir: Path) -> pa.Table:
-    """Return a table with one row per method and model of a run, with numbers unrounded and unscaled.
+    """Return a table with one row for each method and model of a run, with numbers that are neither rounded nor scaled.
 
-    The columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. For each metric, further
-    columns contain its mean over seeds under its name, the half width of the 95 % t interval under ``<name>_ci95`` and
-    the number of seeds with a finite value under ``<name>_seeds``. The metrics are ``<metric>`` (mean over the clients'
-    test parts at the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (at the round best on validation),
-    ``<metric>_common`` (common test set), ``loss_variance``, work, and traffic in bytes and seconds.
+    The first columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. Three columns follow for
+    each metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the
+    number of seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients' test
+    parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round that was best on validation
+    data), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and seconds.
 
     Raises:
-        RunDirError: ``run_dir`` is not a readable run directory.
+        RunDirError: ``run_dir`` is not a run directory, or cannot be read.
     """
     return arrow(method_rows(read_runs([run_dir])))
 
 
 def arrow(rows: list[Row]) -> pa.Table:
-    """Convert the rows to an Arrow table (see `result_table`)."""
+    """Convert rows of results to an Arrow table (see `result_table`)."""
     columns: dict[str, list[str | int | float | None]] = {
         "run": [row.run for row in rows],
         "method": [row.method for row in rows],
@@ -68,7 +71,7 @@ def arrow(rows: list[Row]) -> pa.Table:
 
 
 def column_of(name: str) -> str:
-    """Return the column of a metric in the CSV file.
+    """Return the name of a metric's column in the CSV file.
 
     >>> column_of("accuracy/worst10"), column_of("accuracy@validation")
     ('accuracy_worst10', 'accuracy_at_validation')
@@ -77,13 +80,13 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Render the result of `arrow` as CSV. Cells without a known value are empty."""
+    """Render the table that `arrow` returns as CSV. Values that are unknown are left empty."""
     table = arrow(rows)
     return csv_of(table.column_names, table.to_pylist())
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:
-    """Return the metrics of the HTML table with their titles, leading metric first."""
+    """Return the titles of the metrics in the HTML table, keyed by metric. The leading metric comes first."""
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
@@ -93,15 +96,15 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
 
 
 def headline(lead: str) -> tuple[str, ...]:
-    """Return the metrics with which every HTML table begins, for a leading metric."""
+    """Return the metrics with which an HTML table begins, given its leading metric."""
     return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
 
 
 def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the metrics of the LaTeX table with their titles: the chosen metrics, else up to `MAX_LATEX_COLUMNS`.
+    """Return the titles of the metrics in the LaTeX table: the chosen ones, or up to `MAX_LATEX_COLUMNS` by default.
 
     Raises:
-        ConfigError: a metric does not exist.
+        ConfigError: a chosen metric does not exist.
     """
     shown = columns_of(rows)
     if chosen is None:
@@ -116,9 +119,11 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 
 
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
-    """Render a metric: mean and half width of the interval, rounded to two significant digits of the half width.
+    """Render the mean of a metric and the half-width of its interval.
 
-    The result is ``(DASH, "")`` if nothing is known.
+    Both numbers are rounded to two significant digits of the half-width.
+
+    The result is ``(UNKNOWN_DASH, "")`` if there is no value.
 
     >>> cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
     ('91.0', '12.7')
@@ -129,12 +134,12 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
 
 
 def cell_text(name: str, estimate: Estimate | None) -> str:
-    """Render a metric and its interval as one text."""
+    """Render a metric with its interval as text."""
     return pair(*cell(name, estimate))
 
 
 def measured(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render a metric from its unscaled mean and half width (see `cell`)."""
+    """Render a metric, given its unscaled mean and half-width (see `cell`)."""
     scale = figure(name).scale
     if not math.isfinite(mean):
         return UNKNOWN_DASH, ""
@@ -146,7 +151,7 @@ def measured(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render a difference in a metric with its interval or, from its logarithm, a ratio as one text."""
+    """Render the difference in a metric with its interval. For a logarithm of a ratio, render the ratio as one text."""
     scale = figure(name).scale
     if is_ratio(name):
         return factor(mean, half), ""
@@ -154,7 +159,7 @@ def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def decimals(name: str) -> tuple[int, int]:
-    """Return the smallest and largest number of decimals of a metric."""
+    """Return the minimum and maximum number of decimal places with which a metric is shown."""
     return PERCENT_DECIMALS if figure(name).scale == 100 else PLAIN_DECIMALS
 
 
@@ -164,13 +169,13 @@ def latex(
     chosen: Sequence[str] | None = None,
     marks: Mapping[str, Marks] = MappingProxyType({}),
 ) -> str:
-    """Render the results as LaTeX (package booktabs). Its columns are the result of `printed`.
+    """Render the results as a LaTeX table (package booktabs). The table has the columns that `printed` returns.
 
     Args:
-        rows: rows of the table.
+        rows: rows of the results table.
         caption: caption of the table.
-        chosen: columns, by their names in the CSV.
-        marks: rows that are bold and rows with a dagger, by metric.
+        chosen: columns to include, by their names in the CSV file.
+        marks: rows to set in bold or mark with a dagger, keyed by metric.
     """
     columns = printed(rows, chosen)
     several = len({row.run for row in rows}) > 1
@@ -198,13 +203,13 @@ def latex(
 
 
 def tabular(caption: str, columns: str, heads: Sequence[str], lines: Sequence[str]) -> list[str]:
-    """Render the lines of a LaTeX table.
+    """Return the lines of a LaTeX table.
 
     Args:
         caption: caption of the table, as LaTeX.
-        columns: letter of each column, such as ``llr``.
+        columns: alignment of the columns, such as ``llr``.
         heads: titles of the columns, as plain text.
-        lines: rows, as LaTeX.
+        lines: lines of the table body, as LaTeX.
     """
     head = " & ".join(map(tex, heads)) + " \\\\"
     first = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}", f"\\begin{{tabular}}{{{columns}}}"]
@@ -226,7 +231,7 @@ def tex(text: str) -> str:
 
 
 def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
-    r"""Render a LaTeX cell: a figure with its half width, in bold, or with a dagger.
+    r"""Render a LaTeX cell with a value and its half-width. The cell may be bold or have a dagger.
 
     >>> mark_cell("91.2", "0.4"), mark_cell("91.2", "0.4", best=True), mark_cell("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')

@@ -1,4 +1,4 @@
-"""Tuning: each method's settings are chosen on validation data, with equal trials and equal compute budgets."""
+"""Tuning: choose the settings of each method on validation data, with equal trials and equal compute budgets."""
 
 from __future__ import annotations
 

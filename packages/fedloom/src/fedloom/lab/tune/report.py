@@ -1,4 +1,4 @@
-"""Report on the trials: ``trials.csv``, ``tuning.md`` and ``trials.svg``, a chart of all trials."""
+"""Report on the trials of a search: ``trials.csv``, ``tuning.md``, and a chart of all trials, ``trials.svg``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from fedloom.lab.tune.work import Goal
 from fedloom.storage.files import write_atomic
 
 SEARCH_REPORT_FILES = TRIALS_CSV, TRIALS_SVG, TUNING_PAGE = "trials.csv", "trials.svg", "tuning.md"
-"""Files of the report on a search."""
+"""Files that the report on a search consists of."""
 
 
 def write_report(
     out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
 ) -> None:
-    """Write the three files. ``tuned`` is True if the report should mention an existing ``tuned.toml``."""
+    """Write the three files of the report.
+
+    ``tuned`` is True if ``tuned.toml`` exists and the report should mention it.
+    """
     write_atomic(out / TRIALS_CSV, _csv(findings).encode())
     write_atomic(out / TRIALS_SVG, _chart(goal, findings).svg().encode())
     write_atomic(out / TUNING_PAGE, "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
@@ -95,7 +98,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
 
 
 def _whole(findings: Sequence[SearchResult]) -> str:
-    """Return the part of a sentence on spaces that were searched completely."""
+    """Return a sentence about search spaces of which every setting was tried, or "" if there are none."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
         return ""
@@ -106,7 +109,7 @@ def _whole(findings: Sequence[SearchResult]) -> str:
 
 
 def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
-    """Return the sentence on the length of a trial."""
+    """Return a sentence that states how long a trial is."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
         return (

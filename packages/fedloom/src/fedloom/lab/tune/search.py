@@ -1,9 +1,9 @@
-"""The search space of a method, and the setting that the search tries next.
+"""Search space of a method, and the choice of the setting that the search tries next.
 
-The search space of a method consists of the defaults in `spaces.toml` and the changes that the experiment makes to
-them. A suggestion depends only on the finished trials and on (seed, method, trial number), so an interrupted search
-resumes with the same trials that it would have run. If a space consists of lists and contains at most as many settings
-as there are trials, it is searched completely (GridSampler). Otherwise, past trials suggest the next trial
+The search space of a method consists of the defaults in `spaces.toml`, with the changes that the experiment makes to
+them. Each suggestion depends only on the finished trials and on (seed, method, trial number). A search that was
+interrupted therefore resumes with the same trials. If a space consists of lists and has no more settings than there are
+trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested by the results of past trials
 (TPESampler).
 """
 
@@ -36,15 +36,16 @@ from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
-"""Function of (document, its name for messages) that returns the experiment. Raises ConfigError."""
+"""Function that converts a document to an experiment. The function also receives the document's name, for error
+messages. The function raises ConfigError if the document is invalid."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""Value that keeps a derived option at its derived value."""
+"""Value of a derived option that keeps it at its derived default."""
 
 
 @cache
 def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
-    """Return the default space of each method, and a sentence about the origin of each space."""
+    """Return the default search space of each method, and a sentence about the source of each space."""
     tables = tomllib.loads((files("fedloom.lab.tune") / "spaces.toml").read_text(encoding="utf-8"))
     sources = {name: str(table.pop("source")) for name, table in tables.items()}
     return Tune(space=tables).space, sources
@@ -53,7 +54,7 @@ def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]
 def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     """Return the search space of a method's settings.
 
-    Later entries replace earlier entries, and entries for one method replace entries for all methods.
+    Changes in the experiment replace the defaults, and entries for one method replace entries for all methods.
 
     Raises:
         ConfigError: the method does not have one of the settings.
@@ -71,10 +72,10 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
 
 
 def check_names(experiment: Experiment, where: str) -> None:
-    """Raise if the file contains a space for a method that the experiment does not compare.
+    """Raise an error if the file defines a search space for a method that the experiment does not compare.
 
     Raises:
-        ConfigError: a method is unknown. The message lists the known names.
+        ConfigError: a method does not exist in the experiment. The message lists the known names.
     """
     names = [ALL_METHODS, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
     for name in experiment.tune.space:
@@ -85,10 +86,10 @@ def check_names(experiment: Experiment, where: str) -> None:
 def check_values(
     document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: Read = parse
 ) -> None:
-    """Raise if a space contains a value that the method does not accept.
+    """Raise an error if a search space contains a value that the method does not accept.
 
     Raises:
-        ConfigError: a value cannot be tried. The message contains the method's sentence about the value.
+        ConfigError: a value is not accepted. The message contains the method's own error message about the value.
     """
     alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
     for key, dimension in space.items():
@@ -103,7 +104,10 @@ def check_values(
 
 
 def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: object) -> dict[str, Any]:
-    """Return a document in which settings of method number ``place`` are replaced. Nothing else changes."""
+    """Return a copy of a document in which the given settings of method number ``place`` are replaced.
+
+    Everything else stays the same.
+    """
     method = {**document["method"][place], **more}
     for key, value in params.items():
         table, _, name = key.rpartition(".")
@@ -116,7 +120,7 @@ def replace_params(document: Mapping[str, Any], place: int, params: Params, **mo
 
 
 def file_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
-    """Return the file's values of the searched settings, or None if the space does not contain all of them."""
+    """Return the file's values of the settings that are searched, or None if the search space excludes them."""
     fields = fields_of(method.entry)
     table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
     params = {key: _value_at(table, key) for key in space}
@@ -140,14 +144,14 @@ def _holds(dimension: Dimension, value: object) -> bool:
 
 
 class Search:
-    """Choice of the next trial, and of when the search ends.
+    """Search of one method: it chooses the next trial and determines when the search ends.
 
     Args:
-        space: search range of every setting.
+        space: range or choices of every setting.
         tune: number of trials, seed, and the rules for stopping trials early.
         label: label of the method.
-        higher: True if a higher value is better.
-        first: setting of trial 0. None if the space does not contain the file's values.
+        higher: True if higher values of the metric are better.
+        first: settings of trial 0, taken from the experiment file. None if the space does not contain them.
     """
 
     def __init__(
@@ -160,17 +164,17 @@ class Search:
 
     @property
     def whole(self) -> bool:
-        """True if every setting of the space is tried exactly once."""
+        """True if the search tries every setting of the space."""
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
-        """Return True if nothing remains to be tried after the finished trials."""
+        """Return True if nothing is left to try after the given finished trials."""
         return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
-        """Return the next trial after the finished trials of a search that has not ended.
+        """Return the next trial after the given finished trials. The search must not have ended.
 
-        It belongs to an in-memory study, so an interrupted trial leaves no trace that the next trial could see.
+        The trial belongs to a new study in memory, so an interrupted trial cannot influence later ones.
         """
         tune = self._tune
         study = optuna.create_study(
@@ -192,26 +196,26 @@ class Search:
         return max(scored)[2] if scored else None
 
     def _next(self, trials: Sequence[Trial]) -> Params | None:
-        """Return the next setting if it does not depend on results, or None if Optuna should suggest it."""
+        """Return the next setting if it does not depend on results, or None if Optuna is to suggest it."""
         if self._grid is None:
             return None if trials else self._first
         tried = [t.params for t in trials]
         return next((params for params in self._grid if params not in tried), None)
 
     def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
-        """Return every setting of a space of lists in a seeded order, with the file's setting first."""
+        """Return all settings of a space that consists of lists, in a seeded order with the file's setting first."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
         study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))
         candidates: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
         return sorted(candidates, key=lambda params: params != self._first)
 
     def _seed(self, trial: int = 0) -> Any:
-        """Return a seed of 128 bits, in the form that numpy's generator accepts."""
+        """Return a 128-bit seed in a form that numpy's generators accept."""
         return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
 
 
 class Study(NamedTuple):
-    """Search for one method: its position in the experiment, its space, and the inputs of its trials."""
+    """Search of one method: the method's position in the experiment, its search space, and what its trials need."""
 
     place: int
     method: Method
@@ -221,12 +225,12 @@ class Study(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Names of the models that are scored."""
+        """Names of the models that are scored, in words."""
         return " and ".join(self.goal.models)
 
 
 class SearchResult(NamedTuple):
-    """Trials of a method, and the best trial (None: no trial completed)."""
+    """Trials of a method, and the best of them. ``best`` is None if no trial was completed."""
 
     study: Study
     trials: Sequence[Trial]
@@ -234,16 +238,16 @@ class SearchResult(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Share of the budget that the best trial used.
+        """Fraction of the compute budget that the best trial used.
 
-        None if no trial completed, or if compute budgets are not equal.
+        None if no trial was completed, or if compute budgets are not equal.
         """
         samples = self.study.goal.samples
         return None if self.best is None or samples is None else self.best.samples_backward / samples
 
 
 def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a sentence about each method whose best trial exceeded its budget (`fedloom.lab.tune.work.BEYOND`)."""
+    """Return a sentence about each method whose best trial exceeded its compute budget (`MAX_BUDGET_RATIO`)."""
     return [
         f"{f.study.method.label} did other work: it took {percent(f.share)} of the gradients of "
         f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
@@ -253,12 +257,15 @@ def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def note_limits(findings: Sequence[SearchResult]) -> list[str]:
-    """Return the limitations of the chosen settings: fewer rounds than in the runs, and trials with a delta."""
+    """Return warnings about the chosen settings.
+
+    Trials may have been shorter than the runs, and a run's epsilon does not cover the trials.
+    """
     return [*_fewer_rounds(findings), *_private_choices(findings)]
 
 
 def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a warning if trials had fewer rounds than the later runs, in which the best setting may diverge."""
+    """Return a warning if trials had fewer rounds than the runs. The best setting may diverge in longer runs."""
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
         f"Trials had the work of {tried} rounds, but the runs have the work of {rounds}, and a chosen "
@@ -269,7 +276,7 @@ def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a warning if runs have an epsilon, as it does not cover the trials that chose their settings."""
+    """Return a warning if runs report an epsilon, because it does not cover the trials that chose their settings."""
     counts = [
         len(f.trials)
         for f in findings
@@ -285,7 +292,7 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
 
 
 def settings_of(space: Mapping[str, Dimension]) -> float:
-    """Return the number of different settings of a space, or inf if it contains a range."""
+    """Return the number of different settings in a space, or inf if it contains a range."""
     return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
 
 

@@ -1,4 +1,4 @@
-"""One trial: a setting that is trained with the work of a trial, scored on validation data, and stored in a journal."""
+"""One trial of a search: a setting is trained within the budget, scored on validation data and saved in a journal."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from fedloom.values import Value
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 Params = Mapping[str, Any]
-"""Values by setting, such as ``mu`` or ``local.lr``."""
+"""Values of settings, keyed by name, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
-"""Number of points at which a trial is compared with earlier trials. Each point costs an evaluation. With this number,
-a trial without a chance stops after a fifth of its rounds."""
+"""Number of points in a trial at which it is compared with earlier trials. Each point requires an evaluation. With this
+number, a trial that has no chance can be stopped after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 
@@ -48,18 +48,18 @@ _TRIAL_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "
 
 
 class Trial(Value):
-    """One tried setting.
+    """Trial of one setting.
 
     Attributes:
-        number: number of the trial within the method, from 0.
-        params: values by setting.
-        state: ``complete``, ``pruned`` (stopped below the median of the complete trials) or ``failed`` (it diverged, or
-            the method rejects the values on these clients).
-        value: validation metric over clients, averaged over seeds. None unless complete.
-        marks: intermediate values of the metric, by point.
-        rounds: number of rounds per seed.
-        samples_backward: number of samples whose gradient was computed, over all clients, rounds and seeds.
-        reason: reason why the trial did not complete.
+        number: index of the trial among those of its method, counted from 0.
+        params: values of the settings, keyed by name.
+        state: ``complete``, ``pruned`` (stopped early because it was below the median of the complete trials) or
+            ``failed`` (it diverged, or the method does not accept the values on these clients).
+        value: validation metric over clients, averaged over seeds. The value is None unless the trial is complete.
+        marks: intermediate values of the metric, keyed by comparison point.
+        rounds: number of rounds trained per seed.
+        samples_backward: number of samples whose gradients were computed, over all clients, rounds and seeds.
+        reason: reason why the trial was not completed.
     """
 
     number: int
@@ -73,11 +73,11 @@ class Trial(Value):
 
     @property
     def setting(self) -> str:
-        """Values of the setting in one line."""
+        """Values of the setting as one line of text."""
         return setting(self.params)
 
     def frozen(self, space: dict[str, BaseDistribution]) -> FrozenTrial:
-        """Return the trial in Optuna's form."""
+        """Convert the trial to Optuna's representation."""
         more = {"rounds": self.rounds, "samples_backward": self.samples_backward, "reason": self.reason}
         return create_trial(
             state=_TRIAL_STATES[self.state],
@@ -90,24 +90,24 @@ class Trial(Value):
 
 
 def setting(params: Params) -> str:
-    """Return the values of a setting in one line."""
+    """Return the values of a setting as one line of text."""
     return options(params)
 
 
 class TrialJournal:
-    """The finished trials of a method, in a file of Optuna's journal storage.
+    """Journal of a method's finished trials, stored in a file of Optuna's journal storage.
 
-    A trial is one line of the file, so after a crash at any moment the file contains either the whole line or nothing
-    of it. The lock of the directory excludes other processes.
+    Each trial is one line of the file. If the process crashes, the file therefore contains either the whole line or
+    nothing of it. The lock on the directory keeps other processes from writing to the file.
 
     Args:
-        path: path of the file, created if it does not exist. A line that was truncated by a crash is removed.
-        label: label of the method, which is also the name of Optuna's study.
-        higher: True if a higher value is better.
+        path: path of the file, created if it does not exist. A line that was cut off by a crash is removed.
+        label: label of the method, which is also the name of the Optuna study.
+        higher: True if higher values of the metric are better.
 
     Raises:
         RunDirError: the file is damaged.
-        CheckpointError: (any method) the disk is full or rejects a write. The earlier trials stay intact.
+        CheckpointError: (any method) the disk is full or refuses a write. Earlier trials stay intact.
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
@@ -130,13 +130,13 @@ class TrialJournal:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
-        """Append a trial of the settings ``space``."""
+        """Append a trial to the journal. The settings of the trial have the distributions ``space``."""
         self._study.add_trial(trial.frozen(space))
         self.trials.append(trial)
 
 
 class _File(JournalFileBackend):
-    """Optuna's journal file, written like every other file of a run directory."""
+    """Journal file of Optuna that is written in the same way as all other files of a run directory."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -155,11 +155,11 @@ def _trial(frozen: FrozenTrial) -> Trial:
 
 
 class Interrupted(Exception):
-    """Interruption: the user asked to stop. The current trial is saved as a checkpoint."""
+    """Interruption of a trial because the user asked to stop. The trial is saved in a checkpoint."""
 
 
 def remove_test(fed: Federation) -> Federation:
-    """Return a federation without test data: neither test parts nor the common test set."""
+    """Return the federation without test data, so that it has neither test parts nor a common test set."""
     none = torch.zeros(0, dtype=torch.int64)
     parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
     partition = fed.partition and {**fed.partition, "test": 0.0}  # the part is empty on purpose
@@ -167,9 +167,9 @@ def remove_test(fed: Federation) -> Federation:
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
-    """Return the setting of a trial's run, evaluated on validation data only.
+    """Return the setting of a trial's run, which is evaluated on validation data only.
 
-    All trials of a search have equal work.
+    Early stopping is turned off, so that all trials of a search have equal compute budgets.
     """
     evaluate = Evaluate(every=every, parts=(TRIAL_PART,), select_on=TRIAL_PART)
     return setting.with_(seed=seed, evaluate=evaluate, early_stop=None)
@@ -178,10 +178,10 @@ def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
 def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
-    """Return the models and the metric on which the choice is based, and whether a higher value is better.
+    """Return which models and which metric decide between trials, and whether higher values are better.
 
     Raises:
-        ConfigError: the method does not have the model, the task does not have the metric, or the run cannot work.
+        ConfigError: the method does not have the model, the task does not have the metric, or the setting is invalid.
     """
     problem, start = make_problem(setting, fed, finds=False)
     model_kinds = ["global"] if problem.algorithm.global_model(start.server) is not None else []
@@ -202,7 +202,10 @@ def scored_models(
 
 
 def _defined(problem: JobFacts) -> set[str]:
-    """Return the metrics that are defined on the validation part of at least one client: AUROC needs both classes."""
+    """Return the metrics that are defined on the validation data of at least one client.
+
+    AUROC, for example, needs both classes.
+    """
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)
     metrics_of_part = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
@@ -217,15 +220,16 @@ def attempt(
     folder: Path,
     emitter: Callable[[str, Setting], Progress],
 ) -> Trial:
-    """Train and score a setting and return the finished trial.
+    """Train a setting, score it, and return the finished trial.
 
     Args:
-        method: method with the setting to try.
-        federations: federations without test data, by seed.
-        goal: inputs of every trial.
+        method: method with the setting that is to be tried.
+        federations: federations without test data, keyed by seed.
+        goal: compute budget of the trial, and the metric by which it is scored.
         trial: trial that Optuna suggested.
-        folder: folder of the checkpoints. An interrupted trial resumes from them.
-        emitter: function of (name of the run, setting of the run) that returns the callback to call after every round.
+        folder: folder for the checkpoints of the trial. An interrupted trial is resumed from these checkpoints.
+        emitter: function that returns the callback for a run, given the run's name and setting. The callback is called
+            after every round.
 
     Raises:
         Interrupted: the user asked to stop.
@@ -278,16 +282,16 @@ def attempt(
 
 
 class _Lost(Exception):
-    """Run without a score, with its last state and the reason."""
+    """Run that ended without a score, with its last state and the reason."""
 
     def __init__(self, state: State, reason: RunStopped) -> None:
         self.state, self.reason = state, reason
 
 
 class _PrunedTrial(BaseException):
-    """Trial that is stopped early, with its last state.
+    """Early stop of a trial, with the last state of its run.
 
-    This class is not an Exception, because an Exception in a callback would not end the run.
+    This class is not derived from Exception, because an Exception that a callback raises would not end the run.
     """
 
     def __init__(self, state: State) -> None:
@@ -297,7 +301,7 @@ class _PrunedTrial(BaseException):
 def _watch(
     marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
 ) -> Callable[[State], None]:
-    """Return a callback that records the metric at a trial's checkpoints and stops a hopeless trial."""
+    """Return a callback that records the metric at the comparison points and stops a trial that has no chance."""
 
     def note(state: State) -> None:
         measured: dict[int, list[float]] = {}
@@ -327,13 +331,13 @@ def _score(records: Records, goal: Goal) -> float:
 
 
 def _samples(state: State) -> int:
-    """Return the number of samples whose gradient a run has computed, including its last personal models."""
+    """Return the number of samples whose gradients a run has computed, including those for its last personal models."""
     total = state.records.last("", "", "samples_backward")
     return 0 if total is None else int(total[0])
 
 
 def _further(trial: Trial, state: State) -> Trial:
-    """Return the trial after a run with one more seed."""
+    """Return the trial with the cost of one more run added."""
     samples = trial.samples_backward + _samples(state)
     further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
     return further

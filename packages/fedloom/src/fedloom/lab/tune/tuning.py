@@ -1,4 +1,4 @@
-"""Tune an experiment in a directory: run every method's missing trials and write the final files."""
+"""Tune an experiment in a directory: run the missing trials of every method and write the final files."""
 
 from __future__ import annotations
 
@@ -74,33 +74,34 @@ from fedloom.storage.locks import lock
 from fedloom.values import dump, find_difference, flatten_document
 
 TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
-"""Parts of an experiment on which no trial depends."""
+"""Keys of an experiment that have no effect on trials."""
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
-"""Names of the files and folders that belong to the directory of a search."""
-"""Folders of a search."""
+"""Names of the files and folders that a search creates in its directory."""
+"""The first entries are its folders."""
 
 OnTrial = Callable[[str, Trial], None]
-"""Function that receives (label, trial) after every trial."""
+"""Function that is called with (label, trial) after every trial."""
 
 
 class Tuning:
-    """Search for the settings of an experiment's methods.
+    """Search for the best settings of an experiment's methods.
 
     Args:
         document: content of the experiment file.
-        where: name of the file, for messages.
+        where: name of the file, for error messages.
         out: directory of the search, created if it does not exist.
         data_dir: folder of data sets.
-        force: True to discard existing trials.
-        read: function that returns the experiment of a document.
-        clients: function that returns the federation of a seed. None: the federation of the experiment.
+        force: True to discard the existing trials.
+        read: function that converts a document to an experiment.
+        clients: function that returns the federation for a seed. None: the federations are those that the experiment
+            defines.
 
     Raises:
-        ConfigError: the experiment cannot work, has no validation data, has an impossible space, or runs on several
-            ranks of torchrun. Also raised if the directory is inside a run directory or contains a file that the search
-            reads. Nothing is written.
+        ConfigError: the experiment is invalid, has no validation data, has an invalid search space, or is run on
+            several ranks of torchrun. This error is also raised if the directory lies inside a run directory or
+            contains a file that the search reads. Nothing is written in that case.
         RunDirError: the directory belongs to a different search, or is not the directory of a search.
         DataError: the data cannot be read.
     """
@@ -166,12 +167,15 @@ class Tuning:
 
     @property
     def remarks(self) -> list[str]:
-        """Notes on the search as a whole."""
+        """Remarks about the search as a whole."""
         return idle_workers(self.experiment.common.engine)
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of all trials together, counted as rounds of plain training if compute budgets are equal."""
+        """Total number of rounds of all trials.
+
+        With equal compute budgets, the number is expressed in rounds of plain local training.
+        """
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
@@ -183,24 +187,25 @@ class Tuning:
         join: bool = False,
         executor: Executor | None = None,
     ) -> list[SearchResult]:
-        """Run the missing trials, write every file, and return the searches.
+        """Run the missing trials, write all files of the search, and return the result for every method.
 
         Args:
-            on_trial: function that is called after every trial.
-            listeners: functions that receive an event after every round of a trial.
-            tuned: True to write ``tuned.toml`` too. In this case, every method must have a complete trial.
-            join: True to share the methods with other processes that join, on any machine that can access the
-                directory. The trials of a method run one after another, because each trial depends on the earlier
-                trials.
-            executor: engine that computes the searches of the methods, with ``submit(function, *arguments)``.
+            on_trial: function that is called with the label and the trial after every trial.
+            listeners: functions that are called with an event after every round of a trial.
+            tuned: True to also write ``tuned.toml``. Every method must then have a complete trial.
+            join: True to divide the methods among all processes that join the search, on any machine that can access
+                the directory. The trials of one method always run one after another, because each trial depends on the
+                previous ones.
+            executor: executor that performs the searches of the methods, with a method ``submit(function,
+                *arguments)``.
 
         Returns:
-            The search of each method, in the experiment's order.
+            The result of the search for each method, in the order of the experiment.
 
         Raises:
-            RunStopped: the search was interrupted. Also raised if no trial of a method completed. Finished trials are
-                kept.
-            CheckpointError: the disk is full or rejects a write. Finished trials are kept.
+            RunStopped: the search was interrupted, or no trial of some method was completed. Finished trials are kept
+                in both cases.
+            CheckpointError: the disk is full or refuses a write. Finished trials are kept.
         """
         self._stopped = False
         if executor is not None:
@@ -236,9 +241,9 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
-        """Do the work of `run` with an executor and return all searches, where the search of a method is one unit.
+        """Perform the work of `run` with an executor, which computes the search for each method as one unit.
 
-        An interrupted search starts again.
+        If the search for a method is interrupted, it starts again from its first trial.
         """
         check_executor(executor)
         if join:
@@ -259,7 +264,10 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def search_one(self) -> bytes | None:
-        """Search the settings of the only method and return the journal of its trials, or None if stopped."""
+        """Search for the settings of the only method.
+
+        Return the journal of its trials, or None if the user stopped the search.
+        """
         (study,) = self.studies
         self._stopped = False
         self._claim()
@@ -268,7 +276,7 @@ class Tuning:
         return self._log(study, self.out).read_bytes() if ended else None
 
     def _findings(self, *, tuned: bool) -> list[SearchResult]:
-        """Write all files and return the search of every method."""
+        """Write all files of the search and return the result for every method."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
             raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are saved in {self.out}")
@@ -282,9 +290,9 @@ class Tuning:
         return findings
 
     def _run_joined(self, search: Callable[[int, Path], None], share: Share, *, tuned: bool) -> list[SearchResult]:
-        """Do the work of `run` together with other processes and return all searches.
+        """Perform the work of `run` together with other processes and return the result for every method.
 
-        The settings of a method are searched by a single process.
+        Each method is searched by a single process.
         """
         if self._force:
             raise ConfigError(
@@ -323,7 +331,7 @@ class Tuning:
         return results or [self._result_of(study) for study in self.studies]
 
     def _adopt(self, claims: Claims) -> None:
-        """Take over the trials of processes that joined and have ended."""
+        """Take over the trials of processes that joined the search and have ended."""
         claims.check_ended()
         for study in self.studies:
             name = file_name(study.method.label)
@@ -340,7 +348,7 @@ class Tuning:
         workers: int,
         out: Path,
     ) -> None:
-        """Run the missing trials of a method, with their journal and checkpoints in a folder."""
+        """Run the missing trials of a method, with their journal and their checkpoints in the folder ``out``."""
         journal, folder = self._journal(study, out), out / "checkpoints" / file_name(study.method.label)
         with interruptible() as interrupted:
             while not study.search.ended(journal.trials) and not self._stopped:
@@ -373,7 +381,7 @@ class Tuning:
         return out / "trials" / f"{file_name(study.method.label)}.log"
 
     def _write(self, findings: Sequence[SearchResult]) -> None:
-        """Write ``tuned.toml``: the experiment with the settings of each method's best trial."""
+        """Write ``tuned.toml``, the experiment file with the settings of each method's best trial."""
         document = self.tuned(findings)
         experiment = self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
@@ -386,7 +394,7 @@ class Tuning:
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(content)).encode())
 
     def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
-        """Return the experiment's document with the settings of each method's best trial."""
+        """Return the experiment document with the settings of each method's best trial."""
         document = self._document
         for one in findings:
             assert one.best is not None
@@ -405,7 +413,7 @@ class Tuning:
         return {} if needed == wanted else {"rounds": needed}
 
     def _budget(self, rounds: int) -> Budget:
-        """Return the work of plain local training for a number of rounds, with the first seed."""
+        """Measure the compute budget: the cost of plain local training for a number of rounds, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
         for table in ("aggregation_weights", "personalized_aggregation", "aggregator", "upload_transform"):
             plain.pop(table, None)
@@ -420,9 +428,9 @@ class Tuning:
         return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 
     def _check_directory(self) -> None:
-        """Raise if a directory does not belong to this search.
+        """Raise an error if the directory does not belong to this search.
 
-        ``search.toml`` contains the choices on which the trials depend.
+        The file ``search.toml`` in the directory records what the trials depend on.
         """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
@@ -441,7 +449,7 @@ class Tuning:
             )
 
     def _claim(self) -> None:
-        """Make the directory belong to this search, and delete its content if this was requested."""
+        """Make the directory belong to this search. Existing results are deleted if ``force`` was set."""
         self._check_directory()
         if self._force:
             for name in SEARCH_FOLDERS:
@@ -451,11 +459,11 @@ class Tuning:
         make_folder(self.out / "trials")
 
     def _recorded_identity(self) -> dict[str, Any]:
-        """Return `_identity` as a file would contain it."""
+        """Return `_identity` as it would be read from a file."""
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything on which trials depend, as a TOML document."""
+        """Return everything that the trials depend on, as a TOML document."""
         settings = self.experiment.settings()
         for free in TRIAL_FREE_PARTS:
             settings.pop(free)
@@ -469,21 +477,21 @@ class Tuning:
 
 
 def compute_search(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Search the settings of one method of an experiment in any process and return the reply as bytes.
+    """Search for the settings of one method of an experiment, in any process, and return the reply as bytes.
 
-    The same arguments give the same trials.
+    The same arguments always give the same trials.
 
     Args:
-        experiment: text from `pack_experiment`, with the table ``tune``.
-        unit: JSON with ``label``, and the ``rounds`` of a trial.
-        data: bytes from `pack_experiment`. They are needed only once per worker.
+        experiment: text that `pack_experiment` returned, including the table ``tune``.
+        unit: JSON object with the keys ``label`` and ``rounds`` (the number of rounds of a trial).
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
-        A `UnitReply` as bytes, with the journal of the trials.
+        A `UnitReply`, encoded as bytes, with the journal of the trials.
 
     Raises:
-        DataError: the worker has different data.
-        ConfigError: the worker cannot import the code.
+        DataError: the worker's data differ from those of the experiment.
+        ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
         return UnitReply({}, wants_data=True, worker=worker_name()).packed()
@@ -504,9 +512,9 @@ def _table(dimension: Dimension) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the changes to settings on which the trials depend.
+    """Return a message about a changed setting that trials depend on, or "" if none has changed.
 
-    A different number of trials, methods or final rounds is allowed.
+    The number of trials, the methods and the final number of rounds may change.
     """
     tunes = [document.pop("tune") for document in (before, now)]
     free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))

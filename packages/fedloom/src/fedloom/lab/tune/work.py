@@ -1,9 +1,9 @@
-"""Equal work: the number of rounds in which a method computes as many gradients as plain local training.
+"""Equal work: find the number of rounds in which a method computes as many gradients as plain local training.
 
-Work is the cost of a whole run: the samples whose gradient its rounds compute, and the samples whose gradient its
-personal models compute after the last round. The first round need not cost as much as later rounds (because of FedALA's
-second round, or rules that stop local training), so a plan is made for the sum over rounds, and the actual cost of a
-run is compared with the plan.
+The work of a run is the number of samples whose gradients its rounds compute, plus the number whose gradients its
+personal models need after the last round. Rounds may differ in cost, for example in FedALA's second round or if a rule
+stops local training early. The plan is therefore made for the sum over rounds, and the actual cost of a run is compared
+with it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from fedloom.engine.setting import Setting
 from fedloom.lab.experiment.measure.cost import play
 
 MAX_BUDGET_RATIO = 1.1
-"""Largest share of its budget that a run may use without being mentioned on the terminal, in the tuned file and in
-reports."""
+"""Maximum fraction of its budget that a run may use without a warning in the terminal, the tuned file and reports."""
 MIN_BUDGET_RATIO = 0.9
-"""Smallest such share: if a run is outside this share and `MAX_BUDGET_RATIO`, it is planned again, round by round."""
+"""Minimum fraction of its budget that a run must use. If the actual fraction is below this value or above
+`MAX_BUDGET_RATIO`, the run is planned again from the measured cost of every round."""
 EQUAL_COST_TOLERANCE = 0.01
-"""Relative difference up to which two rounds count as equally expensive and represent all later rounds in a first
-plan."""
+"""Relative difference in cost up to which two rounds are treated as equal. A first plan then assumes that all later
+rounds cost the same."""
 MAX_ROUND_MULTIPLE = 20
-"""Largest number of rounds in a round-by-round plan, as a multiple of the rounds of plain training."""
+"""Maximum number of rounds in a plan that measures every round, as a multiple of the rounds of plain training."""
 
 
 class RoundPlan(NamedTuple):
-    """Plan of a run.
+    """Plan for the length of a run.
 
     Attributes:
-        rounds: number of rounds.
-        spent: number of samples whose gradient was computed to determine this plan.
-        personal: number of samples whose gradient the personal models need after a round.
+        rounds: number of rounds that the run should have.
+        spent: number of samples whose gradients were computed to make this plan.
+        personal: number of samples whose gradients are needed for the personal models after a round.
     """
 
     rounds: int
@@ -44,11 +44,11 @@ class RoundPlan(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Budget of gradients for a run with one seed.
+    """Budget of gradients for one run (with one seed).
 
     Attributes:
-        plain: number of samples whose gradient plain local training computes, for every round.
-        spent: number of samples whose gradient was computed to determine these numbers.
+        plain: for each round of plain local training, the number of samples whose gradients it computes.
+        spent: number of samples whose gradients were computed to determine ``plain``.
     """
 
     plain: tuple[int, ...]
@@ -56,28 +56,28 @@ class Budget(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples whose gradient a run may compute."""
+        """Number of samples whose gradients a run may compute."""
         return sum(self.plain)
 
     def missed(self, samples: float) -> bool:
-        """Return True if the actual cost of a run is so far from the budget that its rounds must be planned again."""
+        """Return True if the actual cost of a run is so far from the budget that the run must be planned again."""
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
-        """Return the number of rounds that `plan` determines."""
+        """Return the number of rounds in the plan that `plan` makes."""
         return self.plan(setting, fed, whole=whole).rounds
 
     def plan(self, setting: Setting, fed: Federation, *, whole: bool = False) -> RoundPlan:
-        """Return the number of rounds, at least one, with which the work of a run is nearest to the budget.
+        """Find the number of rounds, at least one, for which the work of a run comes closest to the budget.
 
         Args:
-            setting: the run.
+            setting: setting of the run.
             fed: the clients and their data.
-            whole: True to play every round, instead of only the first rounds until two rounds cost the same share of
-                plain training.
+            whole: True to run every round in order to measure its cost. False to stop as soon as two rounds in a row
+                have the same cost relative to plain training.
 
         Raises:
-            ConfigError, RunStopped, ClientError: raised by `fedloom.lab.experiment.measure.cost.play`.
+            ConfigError, RunStopped, ClientError: `fedloom.lab.experiment.measure.cost.play` raised the error.
         """
         totals, ratio, after, beside = [0.0], -1.0, 0, 0
         with closing(play(setting, fed)) as game:
@@ -101,13 +101,16 @@ class Budget(NamedTuple):
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:
-        """Return the number of samples in a round of plain training. After the last round, the mean is returned."""
+        """Return the number of samples whose gradients a given round of plain training computes.
+
+        For rounds beyond the last one, the mean over all rounds is returned.
+        """
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
     def _nearest(self, totals: list[float], after: int) -> int:
-        """Return the number of the last round or the round before it, whichever is nearer to the budget.
+        """Return the number of rounds measured so far or one less, whichever comes closer to the budget.
 
-        In a tie, it is the cheaper number.
+        In case of a tie, the smaller number is returned.
         """
         *_, before, last = totals
         return max(1, len(totals) - 1 - (last + after - self.samples >= self.samples - before - after))
@@ -122,12 +125,13 @@ class Budget(NamedTuple):
 
 
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
-    """Return the budget of plain local training for a number of rounds.
+    """Measure the budget: the gradients that plain local training computes in a number of rounds.
 
-    Under uniform sampling, two rounds with equal work represent all rounds. Otherwise, every round is played.
+    If clients are sampled uniformly and the first two rounds have equal cost, all rounds are assumed to have this cost.
+    Otherwise, every round is run.
 
     Args:
-        setting: setting of FedAvg in the experiment.
+        setting: the experiment's setting for FedAvg.
         fed: the clients and their data.
         rounds: number of rounds.
     """
@@ -142,17 +146,18 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
 
 
 class Goal(NamedTuple):
-    """Inputs of trials, and the goal by which they are judged.
+    """Compute budget of the trials, and how they are scored.
 
     Attributes:
-        rounds: work of a trial, measured in rounds of plain local training, or in rounds of the method.
-        budget: work of a trial with one seed. None: the method's number of rounds.
-        metric: name of the validation metric.
+        rounds: length of a trial, in rounds of plain local training if budgets are equal, or else in rounds of the
+            method.
+        budget: budget of a trial with one seed. None: the method's own number of rounds applies.
+        metric: name of the validation metric that scores a trial.
         seeds: seeds over which the score is averaged.
-        models: models over which the score is averaged.
-        higher: True if a higher value is better.
-        statistic: statistic of the clients' values: mean, or weighted by samples.
-        time: virtual time of a trial with one seed, in seconds. None: the trial runs all its rounds.
+        models: kinds of models over which the score is averaged.
+        higher: True if higher values of the metric are better.
+        statistic: how the clients' values are averaged: "mean", or "weighted" by their numbers of samples.
+        time: virtual time in seconds after which a trial with one seed ends. None: the trial runs all its rounds.
     """
 
     rounds: int
@@ -166,10 +171,13 @@ class Goal(NamedTuple):
 
     @property
     def figure(self) -> str:
-        """Name under which the score of a round is recorded."""
+        """Name under which the score is recorded in each round."""
         return f"{self.metric}/{self.statistic}"
 
     @property
     def samples(self) -> int | None:
-        """Number of samples whose gradient a trial computes, over all its seeds. None: the cost of its rounds."""
+        """Number of samples whose gradients a trial may compute, over all its seeds.
+
+        None if trials are limited by their number of rounds instead.
+        """
         return None if self.budget is None else self.budget.samples * len(self.seeds)

@@ -118,7 +118,7 @@ class Oracle(ABC):
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Return the sum of the sample losses of ``batch`` at ``w``, divided by ``batch.total``, ``[m, 1]``.
 
-        No dropout.
+        Dropout is not applied.
         """
 
     @abstractmethod

@@ -86,9 +86,9 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed(threads: int = 1) -> Iterator[None]:
-    """Use this many threads, tensors on the CPU, and gradients inside the block, whatever the caller has set.
+    """Use this many threads, tensors on the CPU, and gradients inside the block, regardless of the caller's settings.
 
-    Autocast and reduced precision that the caller has set have no effect inside the block, either.
+    If the caller has set autocast or reduced precision, this has no effect inside the block, either.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -115,8 +115,8 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of buffers (except batch statistics) and attributes that training changes.
 
-    Attributes are only considered if their types are in `fedloom.models.imported.VALUES`. A copy of the module is run
-    on one sample to find them.
+    Attributes are only considered if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. A copy of the
+    module is run on one sample to find them.
     """
     probe = _probe(module, fed)
     values = Values(probe)

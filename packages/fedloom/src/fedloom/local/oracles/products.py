@@ -114,7 +114,7 @@ class Batched(Products):
 
 
 class Compiled(Products):
-    """Products that loops compiled for the CPU compute."""
+    """Products that are computed by loops compiled for the CPU."""
 
     def __init__(
         self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
@@ -167,7 +167,7 @@ class Compiled(Products):
     ) -> None:
         """Take ``steps [m]`` SGD steps for each client, with ``count [k, m, 1]`` samples in each step.
 
-        `fedloom.kernels.descend`.
+        The loop is `fedloom.kernels.descend`.
         """
         pulled, rate = momentum or (0.0, 0.0)
         d = self._w.shape[1]
@@ -181,7 +181,7 @@ class Compiled(Products):
     def add_gradients_(self, layers: list[list[int]], samples: Stored, count: Tensor, total: Tensor) -> None:
         """Compute ``out <- beta out + alpha gradient + steady`` for a batch in one pass.
 
-        `fedloom.kernels.add_gradients`.
+        The loop is `fedloom.kernels.add_gradients`.
 
         Args:
             layers: linear layers in the form that `fedloom.kernels.descend` expects.

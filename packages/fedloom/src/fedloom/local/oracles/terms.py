@@ -63,7 +63,7 @@ class Representation:
     """Network that returns its representation together with its outputs, with parameters that are passed in each call.
 
     Args:
-        module: the network. Copied.
+        module: network, of which a copy is used.
         spot: location of the representation.
         like: tensor with the dtype and device of the computation.
     """

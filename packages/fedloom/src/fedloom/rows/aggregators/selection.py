@@ -163,7 +163,7 @@ class FLTrust(Aggregator):
 
     @property
     def needs_client(self) -> bool:
-        """The root."""
+        """True, because the rule needs the row of a trusted client."""
         return True
 
     def check_cohort(self, ids: Tensor) -> None:

@@ -18,9 +18,9 @@ from fedloom.values import Value
 class SCAD(Value):
     """Smoothly clipped absolute deviation, weakly convex with weak = 1 / (a - 1) (Fan and Li, JASA 2001, Eq. 2.7, 2.8).
 
-    f(x) is the sum over all coordinates of c|x| for |x| <= c, of (2 a c |x| - x^2 - c^2) / (2 (a - 1)) for
-    c < |x| <= a c, and of c^2 (a + 1) / 2 for larger |x|. The prox, for t < a - 1, is the soft threshold S_{c t}(v) for
-    |v| <= (1 + t) c, ((a - 1) v - sign(v) a c t) / (a - 1 - t) for larger |v| <= a c, and v for |v| > a c.
+    f(x) is the sum over all coordinates of c|x| for |x| <= c, of (2 a c |x| - x^2 - c^2) / (2 (a - 1)) for c < |x| <= a
+    c, and of c^2 (a + 1) / 2 for larger |x|. The prox, for t < a - 1, is the soft threshold S_{c t}(v) for |v| <= (1 +
+    t) c, ((a - 1) v - sign(v) a c t) / (a - 1 - t) for larger |v| <= a c, and v for |v| > a c.
     """
 
     convex: ClassVar[bool] = False

@@ -216,7 +216,7 @@ class _Counted(io.BufferedIOBase):
     """Stream that counts the bytes and lines read from it.
 
     Attributes:
-        size: bytes.
+        size: number of bytes read so far.
         lines: number of line ends read so far.
     """
 

@@ -103,7 +103,7 @@ class Codes:
         self.rows: list[NDArray[np.int32]] = []
 
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
-        """Add rows.
+        """Add the cells of further rows.
 
         Raises:
             DataError: a cell contains free text and not the name of a level.

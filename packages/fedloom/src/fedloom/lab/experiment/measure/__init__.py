@@ -1,1 +1,1 @@
-"""Measure runs: the cost of a round, and the speed of an experiment on this machine."""
+"""Measurement of runs: the cost of a round, and the speed of an experiment on this machine."""

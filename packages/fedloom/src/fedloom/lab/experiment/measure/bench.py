@@ -1,4 +1,4 @@
-"""Measure an experiment's speed here: every method, with all possible oracles and several numbers of workers."""
+"""Measure an experiment's speed on this machine, for every method, oracle and number of workers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ from fedloom.processes.pool import WorkerPool, Workers, cores
 from fedloom.values import choose
 
 START_TIMEOUT_SECONDS = 60.0
-"""Number of seconds that a process waits for the other processes before a round."""
+"""Time in seconds that a process waits for the other processes before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Number of clients in the federation on which costs per client are measured, and a limit on the size of their rows in
+"""Number of clients in the federation on which the cost per client is measured, and maximum size of their rows in
 bytes."""
 
 
 class Way(NamedTuple):
-    """An oracle and a number of workers. ``picked`` is True if a run of the experiment uses them."""
+    """A way to compute gradients (an oracle) and a number of workers.
+
+    ``picked`` is True if the experiment itself would use them.
+    """
 
     oracle: str
     workers: int
@@ -48,8 +51,8 @@ class Speed(NamedTuple):
 
     Attributes:
         seconds: median time per round in seconds, without the first round.
-        samples: number of samples per second whose gradient was computed, without the first round.
-        others: number of cores that other processes used in the meantime.
+        samples: number of samples per second whose gradients were computed, without the first round.
+        other_cores: number of cores that other processes used during the measurement.
     """
 
     method: str
@@ -60,25 +63,25 @@ class Speed(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """True if other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
+        """True if other processes used more than `MAX_FOREIGN_CORES` cores."""
         return self.other_cores > MAX_FOREIGN_CORES
 
 
 class Bench:
-    """Measurements of an experiment, with the federation of its first seed.
+    """Speed measurements of an experiment, on the federation of its first seed.
 
     Args:
         experiment: experiment to measure.
         data_dir: folder of data sets.
-        rounds: number of measured rounds. One additional round is played first.
-        oracles: names of oracles to measure in addition to the automatically chosen oracle. If it is empty, all oracles
-            that can compute the model are measured.
-        workers: numbers of workers to measure in addition to the automatically chosen number, or ``auto``. If it is
-            empty, 1 and the number of cores are measured.
+        rounds: number of rounds to measure. One additional round is run first and is not measured.
+        oracles: names of the oracles to measure in addition to the one that the experiment would use. If no oracles are
+            named, all oracles that support the model are measured.
+        workers: numbers of workers to measure in addition to the number that the experiment would use, or ``auto``. If
+            no numbers are given, one worker and one worker per core are measured.
 
     Raises:
         DataError: the data cannot be read.
-        ConfigError: the experiment cannot work, or (Refused) a named oracle cannot compute the model.
+        ConfigError: the experiment is invalid, or a named oracle does not support the model (Refused).
     """
 
     def __init__(
@@ -100,9 +103,9 @@ class Bench:
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
-        """Measure one row after another and yield the speeds.
+        """Measure each method in each way, and yield the speeds.
 
-        Each measurement first waits up to ``patience`` seconds for a quiet machine.
+        Before each measurement, wait up to ``patience`` seconds until the machine is quiet.
         """
         gc.collect()
         gc.freeze()  # what is there by now is not visited again before every row
@@ -121,11 +124,11 @@ class Bench:
             gc.unfreeze()
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
-        """Return the time of all methods, rounds and seeds in minutes, from the picked rows, without evaluation."""
+        """Estimate the time of the whole experiment in minutes, without evaluation, from the ``picked`` speeds."""
         return sum(s.seconds * self.experiment.rounds[s.method] for s in speeds if s.way.picked) / self.share.runs / 60
 
     def costs(self, method: Method) -> Costs:
-        """Return the constants of a method on this federation (see `costs_of`)."""
+        """Measure the cost constants of a method on this federation (see `costs_of`)."""
         return costs_of(self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds)
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
@@ -154,9 +157,9 @@ class Bench:
 
 
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
-    """Return the constants of a setting with one worker, from rounds in this process.
+    """Measure the cost constants of a setting with one worker, in this process.
 
-    One additional round is played first and not counted.
+    One additional round is run first and is not measured.
     """
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)
@@ -180,9 +183,9 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
 
 
 def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
-    """Return the time of local work per client in seconds, if every core computes the same rounds.
+    """Return the time of local work per client in seconds while every core computes the same rounds at once.
 
-    In each round, the slowest process counts.
+    In each round, the time of the slowest process is used.
     """
     together = get_context("fork").Barrier(cores())
 
@@ -201,9 +204,9 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
-    """Measure the rounds after the first round, and return the time outside chunks and the workers' measurements.
+    """Measure several rounds. Return the time of each round spent outside chunks, and the measurements of its workers.
 
-    ``before`` runs first.
+    The first round is not included, and ``before`` is called at the start of every round.
     """
     by_worker: list[MeasuredWorkers] = []
 
@@ -221,9 +224,9 @@ def _seconds(cost: RoundCost) -> float:
 
 
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
-    """Return the time per client of a federation in seconds, independent of the cohort.
+    """Return the time in seconds that each client of a federation adds to a round, even outside the cohort.
 
-    It is measured on two federations whose clients have one sample each.
+    This time is the slope between two federations of different sizes whose clients have one sample each.
     """
     many = min(CROWD_SIZE, CROWD_BYTES // max(1, row))
     setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
@@ -236,7 +239,7 @@ def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row
 
 
 def _crowd(fed: Federation, n: int) -> Federation:
-    """Return ``n`` clients with one training sample each, taken from all training samples in turn."""
+    """Return ``n`` clients with one training sample each, which are taken from all training samples in turn."""
     index = fed.parts["train"].index
     train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
     none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
@@ -244,10 +247,12 @@ def _crowd(fed: Federation, n: int) -> Federation:
 
 
 def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
-    """Yield the label and the cost of every method, with the federation of the first seed. Nothing is written.
+    """Yield the label and the estimated cost of every method, on the federation of the first seed.
+
+    Nothing is written to the run directory.
 
     Raises:
-        CodeError: code of a method failed.
+        CodeError: the code of a method failed.
     """
     fed, share = plan.federations[plan.experiment.head.seeds[0]], plan.share
     for method in plan.experiment.methods:
@@ -258,9 +263,9 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 
 
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
-    """Return the time of all runs of a plan in minutes, from the costs of runs by label.
+    """Return the estimated time of all runs of a plan in minutes, given the cost of one run of each method.
 
-    The result is None if the time of a method's rounds is unknown.
+    The result is None if the time per round of any method is unknown.
     """
     seconds = {label: cost.seconds for label, cost in costs.items()}
     if any(whole is None for whole in seconds.values()):

@@ -1,7 +1,7 @@
-"""Measure the cost of a run: the time, the gradients and the bytes of its rounds, which are played in memory.
+"""Measure the cost of a run: the time, gradients and bytes of rounds that are run in memory.
 
-Every estimate is based on a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the plans with equal compute budgets
-in `fedloom tune`, and the estimates of the studies.
+Every estimate is based on a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the equal compute budgets of
+`fedloom tune`, and the estimates of the studies.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fedloom.processes.clients import CLIENT_COUNTS, Clients
 from fedloom.processes.pool import Workers
 
 ESTIMATE_ROUNDS = 3
-"""Number of rounds that are played, with evaluation, for an estimate."""
+"""Number of rounds that are run, with evaluation, to make an estimate."""
 
 
 class RoundCost(NamedTuple):
-    """Cost of a round, summed over its clients.
+    """Cost of one round, summed over its clients.
 
     Attributes:
-        seconds: duration of the round in seconds. None after too few rounds.
-        clients: number of clients that sent a message.
-        steps: local steps.
-        samples: number of samples whose gradient is computed.
-        bytes_up: bytes of the uploads.
-        bytes_down: bytes of the downloads.
-        simulated: duration in virtual time in seconds. None without devices.
+        seconds: duration of the round in seconds. None if too few rounds were run to measure it.
+        clients: number of clients that uploaded a message.
+        steps: number of local steps.
+        samples: number of samples whose gradients are computed.
+        bytes_up: number of bytes uploaded.
+        bytes_down: number of bytes downloaded.
+        simulated: duration of the round in virtual time, in seconds. None if no devices are simulated.
     """
 
     seconds: float | None
@@ -52,7 +52,7 @@ class RoundCost(NamedTuple):
 
     @classmethod
     def measure(cls, before: State, after: State, seconds: float | None) -> RoundCost:
-        """Return the mean cost of a round between two states of a run."""
+        """Return the mean cost per round between two states of a run."""
         rounds = max(1, after.round - before.round)
         counts = dict(
             zip(CLIENT_COUNTS, ((after.totals - before.totals)[: len(CLIENT_COUNTS)] / rounds).tolist(), strict=True)
@@ -66,12 +66,12 @@ class RoundCost(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Round played in memory.
+    """A round that was run in memory.
 
     Attributes:
         cost: cost of this round.
-        state: after it.
-        job: the run.
+        state: state of the run after this round.
+        job: job of the run.
         clients: clients that computed the round.
     """
 
@@ -82,11 +82,11 @@ class Round:
 
     @property
     def samples(self) -> int:
-        """Number of samples whose gradient was computed in all rounds so far."""
+        """Number of samples whose gradients were computed in all rounds so far."""
         return int(self.state.totals[CLIENT_COUNTS.index("samples_backward")])
 
     def personal_samples(self) -> int:
-        """Return the number of samples whose gradient the personal models after this round would need."""
+        """Return the number of samples whose gradients are needed to train the personal models after this round."""
         cost = scores_of(self.job, self.clients, self.state).get(WORK_KEY, {})
         if not cost:
             return 0
@@ -94,7 +94,7 @@ class Round:
 
 
 class Measured(NamedTuple):
-    """Rounds played in memory, without evaluation, and the engine's choices for them."""
+    """Costs of rounds run in memory without evaluation, and the oracle and number of workers that were used."""
 
     rounds: list[RoundCost]
     oracle: str
@@ -102,12 +102,12 @@ class Measured(NamedTuple):
 
 
 class OtherCost(NamedTuple):
-    """Cost of a run outside its rounds: finding clusters, and training personal models for the last evaluation.
+    """Cost of a run outside its rounds: clustering the clients, and training personal models for the last evaluation.
 
     Attributes:
-        samples: number of samples whose gradient is computed.
-        bytes_up: bytes of activations.
-        bytes_down: bytes of the models with which clients describe themselves.
+        samples: number of samples whose gradients are computed.
+        bytes_up: number of bytes of activations that clients upload.
+        bytes_down: number of bytes of the models that clients download to describe themselves.
     """
 
     samples: float = 0.0
@@ -120,9 +120,9 @@ class RunCost(NamedTuple):
 
     Attributes:
         rounds: number of rounds of the run.
-        round: cost of a round, including its share of evaluation.
+        round: cost of a round, including a proportional share of the evaluation.
         parameters: number of parameters of the model.
-        other: cost outside the rounds.
+        other: cost of the run outside its rounds.
     """
 
     rounds: int
@@ -132,9 +132,10 @@ class RunCost(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """Estimated seconds of the run.
+        """Estimated duration of the run in seconds.
 
-        The time for finding clusters is estimated from its share of the gradients. None after too few rounds.
+        The time for clustering the clients is estimated from its share of the gradients. None if too few rounds were
+        run to estimate it.
         """
         if self.round.seconds is None:
             return None
@@ -148,19 +149,19 @@ def play(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Generator[Round]:
-    """Play a run in memory, without evaluation, and yield its rounds for as long as the caller asks for more.
+    """Run a setting in memory, without evaluation, and yield a round each time the caller asks for one.
 
     Args:
-        setting: the run.
-        fed: clients and their data.
+        setting: setting of the run.
+        fed: the clients and their data.
         clock: function that returns the time in seconds.
-        through: function called before every round with the workers. It returns the workers that compute the round,
-            which may use the given workers.
+        through: function that is called with the workers before every round. The function returns the workers that
+            compute the round. The returned workers may wrap the given ones.
 
     Raises:
-        ConfigError: values are impossible, or (Refused) do not work together.
-        RunStopped: too few uploads of a round are usable, or the run diverged.
-        ClientError: code of the method failed.
+        ConfigError: a value is invalid, or values do not work together (Refused).
+        RunStopped: too few uploads of a round were usable, or the run diverged.
+        ClientError: the code of the method failed.
     """
     job, server = make_job(setting, fed)
     with arithmetic(job), clients_of(job) as clients:
@@ -178,7 +179,7 @@ def measure_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
-    """Play the first ``count`` >= 1 rounds of a setting and return their costs (see `play`).
+    """Run the first ``count`` >= 1 rounds of a setting in memory and return their costs (see `play`).
 
     Returns:
         The cost of each round, the oracle, and the number of workers.
@@ -193,17 +194,17 @@ def measure_rounds(
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:
-    """Return the number of samples whose gradient the first round computes, over its cohort, see `play`."""
+    """Return the number of samples whose gradients the first round computes, summed over its cohort."""
     return round(measure_rounds(setting, fed).rounds[0].samples)
 
 
 def run_cost(setting: Setting, fed: Federation) -> RunCost:
-    """Return the cost of a run, estimated from its first `ESTIMATE_ROUNDS` rounds and their evaluations.
+    """Estimate the cost of a run from its first `ESTIMATE_ROUNDS` rounds and their evaluations.
 
-    Nothing is written.
+    Nothing is written to disk.
 
     Raises:
-        CodeError: code of a method failed.
+        CodeError: the code of a method failed.
     """
     period = period_of(setting.client_weights)
     finds = 1 if period is None else 1 + (setting.rounds - 1) // period

@@ -1,4 +1,4 @@
-"""Measure each method's cost of a gradient relative to FedAvg in the same run, split by place."""
+"""Measure the cost of a gradient for each method, relative to FedAvg in the same run, at clients and at the server."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 PAIR_COUNT = 5
-"""Number of pairs of blocks of rounds per method, where a pair is one block of FedAvg and one block of the method."""
+"""Number of measured pairs per method. A pair is one block of rounds of FedAvg and one block of rounds of the
+method."""
 
 
 class GradientCost(NamedTuple):
-    """Processor time of a method per sample whose gradient it computes, without the first round and without evaluation.
+    """Processor time of a method per gradient of a sample, without the first round and without evaluation.
 
     Attributes:
         method: label of the method.
-        seconds: per gradient.
-        clients: time at the clients, in units of FedAvg's time per gradient.
+        seconds: processor time in seconds per gradient.
+        clients: time spent at the clients, in units of FedAvg's time per gradient.
         server: all other time (the server's step, messages, and the stored rows of the clients), in the same units.
-        forward: number of samples passed forward without a gradient, per gradient.
-        oracle: method of computing the gradients. PyTorch computes terms that the compiled kernels lack.
-        reason: reason why figures are missing. Empty otherwise.
+        forward: number of samples that are only passed forward, per gradient.
+        oracle: name of the oracle that computed the gradients. PyTorch computes terms that the compiled kernels do not
+            support.
+        reason: reason why the measurements are missing. The reason is empty if the measurements exist.
     """
 
     method: str
@@ -48,19 +50,19 @@ class GradientCost(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Time per gradient relative to FedAvg."""
+        """Time per gradient, relative to FedAvg."""
         return self.clients + self.server
 
 
 @dataclass
 class TimedWorkers:
-    """Workers of this process that measure their processor time."""
+    """Workers of this process, with a measurement of their processor time."""
 
     workers: Workers
     seconds: float = field(default=0.0, init=False)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """See `fedloom.processes.pool.Workers`."""
+        """Compute tasks as `fedloom.processes.pool.Workers.map` does, and add the processor time."""
         results = iter(self.workers.map(handler, shared, tasks))
         while True:
             start = time.process_time()
@@ -73,12 +75,12 @@ class TimedWorkers:
             yield result
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """See `fedloom.processes.pool.Workers`."""
+        """Call a function as `fedloom.processes.pool.Workers.call_once` does."""
         return self.workers.call_once(ids, call)
 
 
 class _Block(NamedTuple):
-    """Seconds at clients and elsewhere, and forward samples, per gradient in several rounds of a method."""
+    """Mean cost per gradient over several rounds: seconds at clients and elsewhere, and samples passed forward."""
 
     clients: float
     server: float
@@ -87,25 +89,24 @@ class _Block(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds per gradient."""
+        """Total processor time in seconds per gradient."""
         return self.clients + self.server
 
 
 def measure_per_gradient(
     settings: Sequence[tuple[str, Setting]], fed: Federation, fedavg: Setting, rounds: int
 ) -> list[GradientCost]:
-    """Measure methods in this process, with one worker, and return their costs.
+    """Measure the cost per gradient of each method in this process, with one worker.
 
     Args:
-        settings: label and setting of every method.
-        fed: the clients.
-        fedavg: setting of FedAvg, with which all methods are compared.
-        rounds: number of measured rounds in a block, after one round that is not measured.
+        settings: labels and settings of the methods.
+        fed: the clients and their data.
+        fedavg: setting of FedAvg, against which all methods are compared.
+        rounds: number of measured rounds per block, after one round that is not measured.
 
     Returns:
-        A row for each method, taken from the pair of blocks with the median ratio. The blocks of a pair follow each
-        other, so
-        a slow phase of the machine affects both.
+        A row for each method, from the pair of blocks with the median ratio. The two blocks of a pair are measured one
+        after the other, so a slow phase of the machine affects both.
     """
     pairs: dict[str, list[tuple[_Block, _Block]]] = {label: [] for label, _ in settings}
     reasons = dict[str, str]()
@@ -136,9 +137,9 @@ def measure_per_gradient(
 
 
 def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | None:
-    """Play a round, then measure further rounds, and return their costs.
+    """Run one round without measuring it, then measure further rounds, and return their mean cost per gradient.
 
-    The result is None if they compute no gradient.
+    The result is None if these rounds compute no gradient.
     """
     timed: list[TimedWorkers] = []
 

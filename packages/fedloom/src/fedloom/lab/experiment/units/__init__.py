@@ -1,1 +1,1 @@
-"""Units of work of an experiment: how many run in parallel, and how several processes and machines share them."""
+"""Units of work in an experiment: how many run in parallel, and how processes and machines divide them."""

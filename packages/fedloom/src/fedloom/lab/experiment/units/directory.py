@@ -1,4 +1,4 @@
-"""Directory: the state of a run directory before its runs, and the experiment to which it belongs."""
+"""State of a run directory before its runs start, and the experiment that it belongs to."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from fedloom.storage.files import is_unused, refuse_links
 
 
 class ExperimentDirectory:
-    """Run directory of an experiment, as the next process finds it.
+    """Run directory of an experiment, in the state that the last process left.
 
     Args:
         experiment: experiment to which the directory belongs.
-        out: the directory.
-        force: True to discard the existing results, in `prepare`.
-        partly: True to discard only the results of the experiment's methods. The directory must belong to this
+        out: path of the directory.
+        force: True if `prepare` is to discard the existing results.
+        partly: True to discard only the results of the methods in this experiment. The directory must belong to this
             experiment.
     """
 
@@ -52,15 +52,15 @@ class ExperimentDirectory:
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
 
     def folder(self, kind: str, method: Method, seed: int) -> Path:
-        """Return the folder of a run's checkpoints or models."""
+        """Return the folder with a run's checkpoints or models."""
         return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:
-        """Raise if the directory is not a run directory, or belongs to a different experiment.
+        """Raise an error if the directory is not a run directory, or belongs to a different experiment.
 
-        Methods and seeds may differ.
+        The methods and seeds of the directory may differ from those of this experiment.
 
-        They must be equal if other processes are working on the directory (``joins``).
+        If other processes are working on the directory (``joins``), methods and seeds must be equal.
 
         Raises:
             RunDirError: the directory cannot be used. The message states the reason.
@@ -111,10 +111,12 @@ class ExperimentDirectory:
         return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 
     def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
-        """Make the directory a run directory of this experiment. With claims, unfinished runs can be claimed again.
+        """Prepare the directory for the runs of this experiment.
+
+        With ``claims``, unfinished runs are released so that any process can claim them.
 
         Raises:
-            RunDirError: the directory belongs to a different experiment, or its runs cannot be extended by further
+            RunDirError: the directory belongs to a different experiment, or its runs cannot be continued for more
                 rounds.
         """
         check_case(self.out, [method.label for method in self.experiment.methods])
@@ -139,7 +141,7 @@ class ExperimentDirectory:
             self._adopt(Claims(self.out / WORK_FOLDER))
 
     def _check_rounds(self, federations: Mapping[int, Federation]) -> None:
-        """Extend finished runs by further rounds, or raise if part of them depends on the number of rounds."""
+        """Prepare finished runs for more rounds, or raise an error if a run depends on its total number of rounds."""
         longer = list[Path]()
         for method, seed in self.runs:
             folder, setting = self.folder(CHECKPOINTS_FOLDER, method, seed), method.setting.with_(seed=seed)
@@ -154,9 +156,9 @@ class ExperimentDirectory:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
-        """Take over the results of processes that joined and have ended.
+        """Take over the results of processes that joined the experiment and have ended.
 
-        Raise if one of these processes may still be working.
+        Raise an error if one of these processes may still be working.
         """
         claims.check_ended()
         for method, seed in self.runs:
@@ -166,9 +168,10 @@ class ExperimentDirectory:
         claims.forget()
 
     def _clear(self) -> None:
-        """Delete the content of the directory.
+        """Delete the results that are to be discarded.
 
-        ``experiment.toml`` stays until it is replaced, so that the folder is still a run directory.
+        ``experiment.toml`` is not deleted but replaced later, so that the folder remains recognizable as a run
+        directory.
         """
         self.force = False
         if self._partly:
@@ -183,7 +186,7 @@ class ExperimentDirectory:
 
 
 def is_whole(folder: Path, rounds: int) -> bool:
-    """Return True if a folder contains a finished run with this number of rounds."""
+    """Return True if a folder contains the checkpoint of a finished run with this number of rounds."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
     return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable

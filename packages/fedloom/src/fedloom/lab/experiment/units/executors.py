@@ -1,4 +1,4 @@
-"""Executors: external engines that compute units of work, such as Dask, Slurm with submitit, or a process pool."""
+"""Executors: external systems that compute units of work, such as Dask, Slurm with submitit, or a process pool."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from fedloom.hints import unknown
 from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
 
 LOOK_SECONDS = 0.05
-"""Number of seconds between two checks of an executor."""
+"""Time in seconds between two checks whether calls have ended."""
 MAX_TRIES = 3
-"""Number of times that a unit is submitted if its worker dies."""
+"""Maximum number of times that a unit is submitted if its workers die."""
 
 
 class Future(Protocol):
-    """Object that an executor returns for a call."""
+    """Object that represents a call submitted to an executor."""
 
     def done(self) -> bool:
-        """Return whether the call has ended."""
+        """Return True if the call has ended."""
         ...
 
     def result(self) -> Any:
-        """Return the value of a call that has ended. An error raised by the call is raised here."""
+        """Return the result of a call that has ended. If the call raised an error, the same error is raised here."""
         ...
 
 
 class Executor(Protocol):
-    """An engine that makes calls in other processes, such as an executor of `concurrent.futures`."""
+    """Object that performs calls in other processes, such as an executor of `concurrent.futures`."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future:
-        """Submit a call and return it."""
+        """Submit a call and return an object that represents it."""
         ...
 
 
@@ -69,11 +69,12 @@ EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
     "dask": _dask,
     "slurm": _slurm,
 }
-"""Executors by name. Each function receives the text after the colon."""
+"""Functions that open an executor, keyed by the executor's name. Each function receives the text after the colon in
+``--executor NAME:TEXT``."""
 
 
 def open_executor(name: str) -> Executor:
-    """Open an executor by its name and return it.
+    """Open the executor that a text describes and return it.
 
     Args:
         name: ``processes:N``, ``loky:N``, ``dask:ADDRESS``, or ``slurm:KEY=VALUE,...`` with submitit's parameters.
@@ -88,10 +89,10 @@ def open_executor(name: str) -> Executor:
 
 
 def check_executor(executor: object) -> None:
-    """Raise if an object cannot submit calls.
+    """Raise an error if an object has no method to submit calls.
 
     Raises:
-        ConfigError: it has no method ``submit``. The message describes executors.
+        ConfigError: it has no method ``submit``. The message explains what an executor is.
     """
     if not callable(getattr(executor, "submit", None)):
         raise ConfigError(
@@ -107,18 +108,19 @@ def compute_units(
     interrupted: Callable[[], bool],
     compute: Callable[..., bytes] = compute_unit,
 ) -> Iterator[tuple[int, UnitReply]]:
-    """Compute units with an executor and yield their replies.
+    """Compute units of work with an executor, and yield the replies.
 
     Args:
         executor: engine that computes the units.
-        luggage: the experiment.
-        units: text of every unit.
-        interrupted: function that is called repeatedly. Once it returns True, no more replies are collected.
-        compute: function that the executor calls: (text of the experiment, unit[, data]) -> bytes of a `UnitReply`. A
-            public function.
+        luggage: the packed experiment.
+        units: text that identifies each unit.
+        interrupted: function that is called repeatedly to check whether the user has stopped the work. No more replies
+            are collected after it has returned True.
+        compute: function that the executor calls with (text of the experiment, unit[, data]). The function returns the
+            bytes of a `UnitReply`. The function must be public.
 
     Yields:
-        The number of each unit and its reply, in the order in which the units end.
+        The index of each unit and its reply, in the order in which the units end.
 
     Raises:
         FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
@@ -154,13 +156,13 @@ def compute_units(
 
 
 class _Wanting:
-    """Workers that lack the data: the number of units sent with the data equals the number of such workers."""
+    """Record of the workers that lack the data. As many units are sent with the data as there are such workers."""
 
     def __init__(self) -> None:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0
 
     def sends(self, worker: str) -> bool:
-        """Return True if the next unit is sent with the data, because its worker lacks the data."""
+        """Return True if the next unit must be sent together with the data, because its worker lacks them."""
         self._lacking.add(worker)
         self._lacking -= self._having
         sends = self._under_way < len(self._lacking)
@@ -168,7 +170,7 @@ class _Wanting:
         return sends
 
     def got(self, worker: str) -> None:
-        """Record that a unit with the data has returned from a worker, or was lost."""
+        """Record that a unit sent with the data has come back from a worker, or was lost."""
         self._having.add(worker)
         self._lacking -= self._having
         self._under_way -= 1
@@ -204,7 +206,7 @@ def _number(text: str, kind: str) -> int:
 
 
 def _options(text: str) -> dict[str, int | str]:
-    """Return options of the form ``key=value,key=value``, with integers converted."""
+    """Return options of the form ``key=value,key=value`` as a dictionary, with integers converted."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ConfigError(f"--executor slurm needs KEY=VALUE,..., for example slurm:timeout_min=60, got {wrong[0]!r}")

@@ -1,4 +1,4 @@
-"""Further runs, which analyses train in addition to an experiment, as units that any process can compute."""
+"""Additional runs that some analyses train after an experiment, organized as units that any process can compute."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
 from fedloom.storage.files import make_folder
 
 ROWS_FILE = "rows.parquet"
-"""File of a unit that contains the unit's rows of an analysis' table."""
+"""File that holds the rows that one unit adds to an analysis's table."""
 
 
 class Further(NamedTuple):
-    """Further run with its analysis, the label and seed of its run, and its number for this analysis and run."""
+    """Additional run for an analysis, the run (label and seed) that it belongs to, and its index within that run."""
 
     analysis: Analysis
     label: str
@@ -36,19 +36,19 @@ class Further(NamedTuple):
 
 
 class FurtherRuns:
-    """Missing further runs of an experiment.
+    """Additional runs of an experiment that are still missing.
 
     Args:
         experiment: experiment with its analyses.
-        federations: federations by seed.
+        federations: federations, keyed by seed.
         out: the run directory.
-        runs: method and seed of every run.
-        outcomes: outcomes of the runs.
-        train: function that computes a run, such as `simulate`.
+        runs: method and seed of every run of the experiment.
+        outcomes: outcome of every run, in the same order.
+        train: function that performs a run, such as `simulate`.
 
     Attributes:
-        units: further runs. The further runs of an analysis and a run are adjacent.
-        methods: number of the method of every unit.
+        units: additional runs that are still missing. Those of the same analysis and the same run are adjacent.
+        methods: index of each unit's method in the experiment.
     """
 
     def __init__(
@@ -74,32 +74,32 @@ class FurtherRuns:
                 self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
-        """Compute and return the rows of a unit with the given number of processes.
+        """Perform the run of a unit with the given number of processes and return the rows that it adds.
 
-        The result is None if the user stopped it.
+        The result is None if the user stopped the run.
         """
         run = self.units[k].run
         result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)
 
     def keep(self, k: int, rows: pa.Table, folder: Path) -> None:
-        """Write the rows of a unit into a separate folder."""
+        """Write the rows of a unit to a folder of their own."""
         make_folder(folder)
         write_parquet(folder / ROWS_FILE, [rows])
 
     def place(self, k: int) -> WorkUnit:
-        """Return the unit of work, with the location where its rows are published."""
+        """Return a unit as a unit of work, with the path at which its rows are published."""
         _, label, seed, number, _ = self.units[k]
         place = self._analyses.index(self.units[k].analysis)
         name = f"{run_folder(self._out, CHECKPOINTS_FOLDER, label, seed).name}@{place}-{number}"
         return WorkUnit(name, self._out / WORK_FOLDER / name / "done")
 
     def is_last(self, k: int) -> bool:
-        """Return True if a unit is the last unit of its analysis and run."""
+        """Return True if a unit is the last one of its analysis and run."""
         return k + 1 == len(self.units) or self.units[k + 1].number == 0
 
     def write(self, rows_by_unit: Sequence[pa.Table]) -> None:
-        """Write the files of all analyses: the rows of the first units, and existing rows."""
+        """Write the files of all analyses: the rows of the first units, and the rows that already existed."""
         for analysis, before in zip(self._analyses, self._before, strict=True):
             tables = dict[tuple[str, int], list[pa.Table]]()
             for unit, rows in zip(self.units, rows_by_unit, strict=False):
@@ -108,5 +108,5 @@ class FurtherRuns:
             write_further(self._out, analysis, tables, before)
 
     def write_published(self) -> None:
-        """Write the files of all analyses from the rows that processes have published."""
+        """Write the files of all analyses from the rows that the processes have published."""
         self.write([pq.read_table(self.place(k).target / ROWS_FILE) for k in range(len(self.units))])

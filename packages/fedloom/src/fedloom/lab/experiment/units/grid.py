@@ -1,4 +1,4 @@
-"""Grid: each method of an experiment file with each combination of the values in its table [grid]."""
+"""Grid: replace each method of an experiment file by one method per combination of values in its table [grid]."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from fedloom.rundir import label_of
 from fedloom.values import choose, fields_of, table
 
 MAX_METHODS = 10_000
-"""Largest number of methods that a grid may produce."""
+"""Maximum number of methods that a grid may produce."""
 
 
 def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return a document in which each method is replaced by one method per combination of the values in ``[grid]``.
 
-    Keys are written as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method may
-    define, such as ``local.lr``. With ``method.LABEL.`` in front, a key applies to one method only. A method without
-    such an option stays unchanged.
+    Keys have the same form as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method
+    may define, such as ``local.lr``. A key that starts with ``method.LABEL.`` applies to one method only. A method that
+    does not have the option stays unchanged.
 
     Args:
         document: content of an experiment file.
-        where: name of the file, for messages.
+        where: name of the file, for error messages.
 
     Raises:
-        ConfigError: no method accepts a key, all methods share a key, or the values are not a list.
+        ConfigError: no method accepts a key, a key applies to the whole experiment and not to single methods, or the
+            values are not a list.
     """
     changed = {key: value for key, value in document.items() if key != "grid"}
     methods = document.get("method")
@@ -56,7 +57,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
 
 
 def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
-    """Yield each dotted key with its values."""
+    """Yield each dotted key of the grid with the list of its values."""
     for name, choices in values.items():
         key = f"{prefix}{name}"
         if isinstance(choices, Mapping):
@@ -78,7 +79,7 @@ def _options(entry: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
-    """Raise if no method accepts values for a key."""
+    """Raise an error if no method accepts values for a key."""
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:
@@ -97,7 +98,10 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
 
 
 def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
-    """Return the values of a method by key. Values given for the method replace the common values."""
+    """Return the values that apply to a method, keyed by option.
+
+    Values given for this method replace the values for all methods.
+    """
     shared = {
         key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)
     }
@@ -106,7 +110,7 @@ def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[
 
 
 def _vary(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a method with these values and a label that contains them."""
+    """Return a copy of a method with the given values, and with a label that states them."""
     varied = {**entry}
     for key, value in values.items():
         name, _, rest = key.partition(".")

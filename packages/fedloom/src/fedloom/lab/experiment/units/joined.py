@@ -1,4 +1,4 @@
-"""Join: several processes, on any machines that share a disk, work through the units of one run directory."""
+"""Shared work: several processes, on any machines that share a disk, divide the units of one run directory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import make_folder, write_atomic
 
 PAUSE_SECONDS = 0.5
-"""Number of seconds between two searches for an unclaimed unit."""
+"""Time in seconds between two searches for a unit that no process has claimed."""
 BEGIN_STAGE, FINISH_STAGE = "begin", "finish"
 BEGUN_FILE, FAILED_FILE = "begun", "failed"
 
 
 class WorkUnit(NamedTuple):
-    """A unit of work.
+    """A unit of work that a process can claim.
 
     Attributes:
-        name: name of its claims, which must be a valid folder name.
-        target: path of its published result.
+        name: name under which the unit is claimed, which must be a valid folder name.
+        target: path at which the result is published.
     """
 
     name: str
@@ -37,12 +37,12 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""Function of (number of the unit, claim) that returns the reason why the unit has no result, or None once its state is
-complete. An interrupt raises."""
+"""Function that computes a unit, given (number of the unit, claim). The function returns the reason why the unit has no
+result, or None once its state is complete. If the user interrupts it, it raises an error."""
 
 
 class JoinedWork:
-    """Work on a run directory, from its first process to its last.
+    """Work that processes share in a run directory, from the first process that joins to the last.
 
     Args:
         out: the run directory.
@@ -57,11 +57,11 @@ class JoinedWork:
 
     @property
     def is_begun(self) -> bool:
-        """True if a process has already prepared the directory."""
+        """True if some process has already prepared the directory."""
         return self._read_token() is not None
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Prepare the directory unless another process has done so, and wait until it is ready."""
+        """Prepare the directory unless another process does so, and wait until it is ready."""
         with interruptible() as interrupted:
             while (token := self._read_token()) is None:
                 claim = self.claims.take(BEGIN_STAGE)
@@ -76,12 +76,12 @@ class JoinedWork:
             self._token = token
 
     def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
-        """Work on units until each unit has a result or a failure from any process.
+        """Compute units until every unit has a result or a failure, from this or another process.
 
         Args:
-            units: all units.
+            units: all units of the work.
             do: function that computes a unit.
-            share: number of units that this process computes at a time, and number of processes per unit.
+            share: number of units that this process computes simultaneously, and number of processes per unit.
         """
 
         def handle(_shared: None, _k: int) -> bool:
@@ -97,7 +97,7 @@ class JoinedWork:
             )
 
     def finish(self, write: Callable[[], object]) -> None:
-        """Write the final files unless another process writes them, and wait until they are written."""
+        """Write the final files unless another process writes them, and wait until they have been written."""
         with interruptible() as interrupted:
             while self._is_on():
                 claim = self._take(FINISH_STAGE)
@@ -112,13 +112,16 @@ class JoinedWork:
                 return
 
     def failure(self, unit: WorkUnit) -> str | None:
-        """Return the reason why a unit has no result. The result is None if the unit has a result, or is unfinished."""
+        """Return the reason why a unit has no result.
+
+        The result is None if the unit has a result, or has not been computed yet.
+        """
         with suppress(OSError):
             return self._failed(unit).read_text(encoding="utf-8")
         return None
 
     def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
-        """Work until no unit is open, and return True. The result is False if the user stopped the work."""
+        """Compute units until none is left to do, and return True. Return False if the user stopped the work."""
         open_units = [*enumerate(units)]
         while self._is_on():
             open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
@@ -134,14 +137,20 @@ class JoinedWork:
         return True
 
     def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
-        """Claim and return the first unclaimed unit, or None if every unit is claimed or the user stopped the work."""
+        """Claim and return the first unclaimed unit.
+
+        Return None if every unit is claimed or the user stopped the work.
+        """
         for k, unit in units:
             if not interrupted() and (claim := self._take(unit.name)) is not None:
                 return k, unit, claim
         return None
 
     def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
-        """Return True if work on a unit was completed. The result is False if the user stopped the work."""
+        """Compute a claimed unit and return True if it was completed.
+
+        The result is False if the user stopped the work.
+        """
         try:
             if not self._is_done(unit):
                 failure = do(k, claim)
@@ -173,7 +182,7 @@ class JoinedWork:
         return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_on(self) -> bool:
-        """Return True if the session that this process joined is still in progress."""
+        """Return True if the shared work that this process joined is still in progress."""
         return self._read_token() == self._token
 
     def _read_token(self) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Merge: combine run directories of one experiment, with different seeds or methods, into one directory."""
+"""Merge: combine run directories of the same experiment, with different seeds or methods, into one directory."""
 
 from __future__ import annotations
 
@@ -38,18 +38,20 @@ from fedloom.storage.files import is_unused, make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 FREE_KEYS_PATTERN = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in Engine.free)])
-"""Pattern of the settings in which the directories may differ. Methods may also differ."""
+"""Pattern of the settings that may differ between the directories. The methods may differ as well."""
 
 
 def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
-    """Join run directories of the same experiment into a new directory, run by run, and return the missing runs.
+    """Merge run directories of the same experiment into a new directory, and return the runs that are missing.
 
     Args:
-        folders: two or more run directories. A run that several directories contain is taken from the first of them.
-        out: new run directory.
+        folders: paths of two or more run directories. If several directories contain the same run, it is taken from the
+            first of them.
+        out: path of the new run directory.
 
     Returns:
-        The label and seed of each run that no directory contains. The joined experiment lacks these runs.
+        The label and seed of each run of the merged experiment that no directory contains. The new directory lacks
+        these runs.
 
     Raises:
         RunDirError: a folder is named twice or is not a finished run directory, the experiments differ, the metrics of
@@ -94,10 +96,10 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    """Read and return the settings of a finished run directory.
+    """Read the settings of a finished run directory and return them.
 
     Raises:
-        RunDirError: the run has not ended, or the folder is not a run directory.
+        RunDirError: the run has not finished, or the folder is not a run directory.
     """
     for name in (SETTINGS_FILE, SUMMARY_FILE):
         if not (folder / name).is_file():
@@ -111,7 +113,7 @@ def _document(folder: Path) -> dict[str, Any]:
 
 
 def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> None:
-    """Raise if several directories contain different metrics for a run."""
+    """Raise an error if directories contain different metrics for the same run."""
     figures = dict[tuple[str, int], tuple[Path, pa.Table]]()
     for folder in folders:
         if not (folder / METRICS_FILE).exists():
@@ -131,7 +133,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
 def _tables(
     name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
 ) -> list[pa.Table]:
-    """Return the rows of a file grouped run by run, or for a table of clients, seed by seed."""
+    """Return the rows of a file in the order of the runs, or for a table of clients, in the order of the seeds."""
     tables = {folder: _read(folder / name) for folder in folders if (folder / name).exists()}
     if not tables:
         return []
@@ -153,14 +155,14 @@ def _tables(
 
 
 def _read(path: Path) -> pa.Table:
-    """Return a table with the types with which it was written, because a file renames the elements of a list."""
+    """Return a table with the types that it had when it was written. Parquet files rename the elements of lists."""
     table = pq.read_table(path)
     fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields))
 
 
 def _ordered(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
-    """Return warnings in the order of a single experiment: about the data by seed, about the runs, then all others."""
+    """Return warnings in the order of a single experiment: data by seed, then single runs, then all others."""
     heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
 
     def place(sentence: str) -> int:

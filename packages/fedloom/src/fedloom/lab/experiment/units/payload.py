@@ -1,4 +1,7 @@
-"""Payloads: in-memory data as bytes for another machine: tensors in safetensors, the rest in JSON, never code."""
+"""Payloads: in-memory data encoded as bytes for another machine.
+
+Tensors are stored as safetensors, and the rest as JSON, never as code.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ KIND_KEY, FORM_KEY = "kind of value", "form"
 
 
 def encode(value: object) -> bytes:
-    """Return a data set or a federation as bytes, with equal bytes for equal values.
+    """Encode a data set or a federation as bytes. Equal values give equal bytes.
 
     Raises:
-        ConfigError: a part of the value cannot be encoded.
+        ConfigError: some part of the value cannot be encoded.
     """
     tensors = dict[str, Tensor]()
     form = json.dumps(_form(value, tensors, "data"), sort_keys=True)
@@ -30,14 +33,14 @@ def encode(value: object) -> bytes:
 
 
 def decode(content: bytes) -> Any:
-    """Return the value that `encode` has encoded."""
+    """Decode bytes that `encode` returned."""
     length = int.from_bytes(content[:8], "little")
     form = json.loads(json.loads(content[8 : 8 + length])["__metadata__"][FORM_KEY])
     return _value(form, load(content))
 
 
 def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value as JSON in which the names of tensors replace the tensors."""
+    """Return a value as JSON with names in place of tensors, and store the tensors by these names in ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

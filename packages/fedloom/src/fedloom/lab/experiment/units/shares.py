@@ -20,19 +20,20 @@ from fedloom.processes.costs import MeasuredWorkers
 from fedloom.processes.pool import Workers, cores, useful
 
 TRIED_CLIENTS = 8
-"""Number of clients in the two rounds in which the cost of a run is measured."""
+"""Number of clients in each of the two rounds that are run to measure the cost of a run."""
 SYNCHRONY_COST = 1.1
-"""Factor by which a run with several processes, which wait for each other in every round, takes longer than with a
-perfect split."""
+"""Factor by which a run with several processes takes longer than with a perfect split. The processes wait for each
+other in every round."""
 
 
 class Load(NamedTuple):
-    """Cost of a run.
+    """Estimated cost of a run.
 
     Attributes:
-        alone: time in seconds of the work outside the chunks, which does not depend on the number of processes.
-        work: time in seconds of the local work, which the chunks share.
-        chunks: number of chunks in a cohort. Additional processes would be idle.
+        alone: time in seconds of the work that is not divided into chunks. This time does not depend on the number of
+            processes.
+        work: time in seconds of the local work, which is divided into chunks.
+        chunks: number of chunks that a cohort is divided into. Processes beyond this number would be idle.
     """
 
     alone: float
@@ -40,7 +41,7 @@ class Load(NamedTuple):
     chunks: int
 
     def seconds(self, workers: int) -> float:
-        """Return the duration of the run in seconds on a number of processes >= 1."""
+        """Return the duration of the run in seconds with the given number of processes."""
         if workers == 1:
             return self.alone + self.work
         turns = math.ceil(self.chunks / min(workers, self.chunks))
@@ -55,12 +56,12 @@ class Share(NamedTuple):
 
 
 def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
-    """Return the share with which a queue of runs ends first, or the share with the most runs in case of a tie.
+    """Return the share with which a queue of runs ends first. In case of a tie, return the one with the most runs.
 
     Args:
-        loads: costs of the runs, in the order in which they start.
-        processes: number of processes that may compute at the same time, >= 1.
-        most: largest number of simultaneous runs that fit into memory. None: any number.
+        loads: costs of the runs, in the order in which the runs start.
+        processes: number of processes that may compute simultaneously, at least 1.
+        most: maximum number of simultaneous runs that fit into memory. None: there is no limit.
     """
     sizes = range(1, max(1, min(processes, len(loads), most or processes)) + 1)
     shares = [Share(runs, processes // runs) for runs in sizes]
@@ -70,7 +71,7 @@ def choose_share(loads: Sequence[Load], processes: int, most: int | None = None)
 
 
 def _end(seconds: Sequence[float], places: int) -> float:
-    """Return the time at which the last run ends if each run takes the first free slot."""
+    """Return the time at which the last run ends if each run starts as soon as a slot is free."""
     free = [0.0] * places
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -80,19 +81,20 @@ def _end(seconds: Sequence[float], places: int) -> float:
 def decide_share(
     experiment: Experiment, federations: Mapping[int, Federation], units: Sequence[int] | None = None
 ) -> Share:
-    """Return how the processes of an experiment are shared among its runs.
+    """Decide how the processes of an experiment are divided among its runs.
 
-    If a cohort is a single chunk, it keeps only one process busy. If cohorts have several chunks and the number of runs
-    leaves processes idle, rounds with a few clients are measured, and the measured times decide.
+    If every cohort is a single chunk, each run uses only one process. If cohorts have several chunks, rounds with a few
+    clients are measured, and the division with the shortest estimated total time is chosen.
 
     Args:
-        experiment: experiment, with the requested number of processes in ``engine.workers``.
-        federations: federations by seed.
-        units: number of the method of every remaining run. None: all methods with all seeds.
+        experiment: experiment to run, with the requested number of processes in ``engine.workers``.
+        federations: federations, keyed by seed.
+        units: index of the method of every remaining run. None: all methods with all seeds.
 
     Returns:
-        The share. On an accelerator, which forked processes cannot share, runs are computed one at a time with all
-        processes.
+        Number of simultaneous runs, and number of processes per run. On an accelerator, runs are computed one at a time
+        with all processes, because forked processes cannot
+        share it.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers
@@ -111,7 +113,7 @@ def decide_share(
 
 
 def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
-    """Return the number of chunks in a cohort, and the size in bytes of the clients' rows that are kept in memory."""
+    """Return the number of chunks in a cohort, and the size in bytes of the client rows that are kept in memory."""
     problem, start = make_problem(setting, fed, finds=False)
     cohort = problem.setting.sampler.smallest(problem.n) or problem.n
     rows = problem.n * sum(t.numel() * t.element_size() for fields in start.templates.values() for t in fields)
@@ -119,7 +121,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
 
 
 def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
-    """Return the cost of a run, estimated from a second round, or a nominal cost if no second round can be played."""
+    """Estimate the cost of a run from its second round. Return a nominal cost if that round cannot be run."""
     by_round: list[MeasuredWorkers] = []
 
     def record_workers(workers: Workers) -> Workers:
@@ -140,5 +142,5 @@ def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
 
 
 def _memory() -> int:
-    """Return the number of bytes of memory that runs may use together, which is half of the machine's memory."""
+    """Return the number of bytes that all runs together may use, which is half of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,4 +1,4 @@
-"""Status: who works on which run of a directory, its progress, and its failures."""
+"""Status: which process works on which run of a directory, its progress, and its failures."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fedloom.storage.claims import Claims
 
 
 def list_status(out: Path) -> list[dict[str, str]]:
-    """Return a row for each run, and for each other unit in progress: unit, state, who, progress.
+    """Return a row for each run, and for each other unit in progress, with the columns run, state, who and so far.
 
-    States are ``waiting``, ``working``, ``left`` (its process has ended, and another process continues it), and the
-    states of a run that has ended: ``done``, ``diverged``, ``interrupted``, ``failed``.
+    A run that has not ended is ``waiting``, ``working``, or ``left`` (its process has ended, and another process will
+    continue it). The states of a run that has ended are ``done``, ``diverged``, ``interrupted`` and ``failed``.
     """
     document = update_document(tomllib.loads((out / SETTINGS_FILE).read_text(encoding="utf-8")))
     claims, ended = Claims(out / WORK_FOLDER), dict[tuple[str, int], tuple[str, str]]()
@@ -51,7 +51,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
 
 
 def _state(folder: Path, claims: Claims) -> tuple[str, str]:
-    """Return the state of a run whose end is not recorded, and details."""
+    """Return the state of a run whose end is not recorded in the summary, with details."""
     failed = claims.folder / folder.name / FAILED_FILE
     with suppress(OSError):
         return "failed", failed.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Travel: sends a unit of work to a worker of an external executor, as text, with data referred to by digest.
+"""Travel: send a unit of work to a worker of an external executor as text that refers to the data by digest.
 
-The reply contains the files of a run.
+The worker's reply contains the files of the run.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from fedloom.lab.experiment.units.payload import decode, encode
 from fedloom.local.oracles.precision import undisturbed
 
 MEMORY_SOURCE = "memory"
-"""Source name for in-memory data, which have no file."""
+"""Source name that marks data in memory, which have no file."""
 PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
-"""Placeholder for in-memory data in the text of an experiment."""
+"""Placeholder that replaces in-memory data in the text of an experiment."""
 _UNIT_LOCK = threading.Lock()
-"""Lock by which the units of a process are computed one after another, because torch's settings belong to the
-process."""
+"""Lock that makes a process compute its units one at a time, because torch's settings apply to the whole process."""
 _held = dict[str, bytes]()
-"""In-memory data that this process has received, by digest."""
+"""In-memory data that this process has received, keyed by digest."""
 
 
 class Luggage(NamedTuple):
-    """Experiment in the form in which it is sent.
+    """Experiment in the form in which it is sent to workers.
 
     Attributes:
-        text: a TOML document.
-        data: the clients, or the data set, as bytes. None: every worker reads the source that the experiment names.
+        text: the experiment as a TOML document.
+        data: the clients or the data set, encoded as bytes. None: each worker reads the data from the source that the
+            experiment names.
     """
 
     text: str
@@ -55,14 +55,14 @@ class Luggage(NamedTuple):
 
 
 class UnitReply(NamedTuple):
-    """Result of a unit.
+    """Result of a unit of work, sent back by a worker.
 
     Attributes:
-        files: files of the run's checkpoint, by name.
-        failure: reason why the run has no result. Empty otherwise.
+        files: contents of the files in the run's checkpoint, keyed by file name.
+        failure: reason why the run has no result. The reason is empty if the run has a result.
         interrupted: True if the worker was asked to stop.
-        wants_data: True if the worker lacks the data and has not received them.
-        worker: name of the process that replies.
+        wants_data: True if the worker lacks the data, and the unit was sent without them.
+        worker: name of the process that sent the reply.
     """
 
     files: Mapping[str, bytes]
@@ -72,7 +72,7 @@ class UnitReply(NamedTuple):
     worker: str = ""
 
     def packed(self) -> bytes:
-        """Return the reply as bytes: a line of JSON and an archive."""
+        """Encode the reply as bytes: a line of JSON, followed by an archive of the files."""
         head = json.dumps({k: v for k, v in self._asdict().items() if k != "files"}).encode()
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w") as tar:
@@ -84,10 +84,10 @@ class UnitReply(NamedTuple):
 
     @classmethod
     def decode(cls, content: bytes) -> UnitReply:
-        """Decode a reply and return it.
+        """Decode a reply from bytes.
 
         Raises:
-            ConfigError: the bytes are not a reply.
+            ConfigError: the bytes do not encode a reply.
         """
         head, _, archive = content.partition(b"\n")
         files = dict[str, bytes]()
@@ -104,15 +104,15 @@ class UnitReply(NamedTuple):
 
 
 def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> Luggage:
-    """Return an experiment in a form from which a worker computes the same numbers.
+    """Pack an experiment so that a worker computes the same results from it.
 
     Args:
         experiment: experiment to run.
-        checksum: checksum of its data set, which the data set of every worker must have.
-        tables: further tables of the document, such as ``tune``.
+        checksum: checksum of the data set. Every worker must have a data set with this checksum.
+        tables: more tables to add to the document, such as ``tune``.
 
     Raises:
-        ConfigError: a part of the experiment cannot be written as text, or its data cannot be written as bytes.
+        ConfigError: some part of the experiment cannot be written as text, or its data cannot be encoded as bytes.
     """
     settings, data = experiment.settings(), None
     if experiment.source_options.get("source") == MEMORY_SOURCE:
@@ -141,21 +141,21 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
 
 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Compute one unit of an experiment in any process and return the reply as bytes.
+    """Compute one unit of an experiment, in any process, and return the reply as bytes.
 
-    The same arguments give the same models and metrics.
+    The same arguments always give the same models and metrics.
 
     Args:
-        experiment: text from `pack_experiment`.
-        unit: JSON with ``label`` and ``seed``.
-        data: bytes from `pack_experiment`. They are needed once per worker.
+        experiment: text that `pack_experiment` returned.
+        unit: JSON object with the keys ``label`` and ``seed``.
+        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
 
     Returns:
-        A `UnitReply` as bytes.
+        A `UnitReply`, encoded as bytes.
 
     Raises:
-        DataError: the worker has different data.
-        ConfigError: the worker cannot import the code.
+        DataError: the worker's data differ from those of the experiment.
+        ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
         return UnitReply({}, wants_data=True, worker=worker_name()).packed()
@@ -175,14 +175,14 @@ def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes
 
 
 def worker_name() -> str:
-    """Return a name of this process that is unique among all machines."""
+    """Return a name for this process that is unique across machines."""
     return f"{socket.gethostname()} {os.getpid()}"
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Store the data that came with a unit, and return True if the data of the experiment are available.
+    """Store any data that came with a unit, and return True if the experiment's data are available.
 
-    The result is also True if the experiment needs no data.
+    The result is also True if the experiment does not need data to be sent.
 
     Raises:
         DataError: the data belong to a different experiment.
@@ -197,22 +197,22 @@ def receive_data(experiment: str, data: bytes | None) -> bool:
 
 @contextmanager
 def unit_folder() -> Iterator[Path]:
-    """Open and yield a temporary folder for a unit, while the other units of this process wait."""
+    """Create a temporary folder for a unit and yield its path, while other units of this process wait."""
     with _UNIT_LOCK, undisturbed(), tempfile.TemporaryDirectory(prefix="fedloom-unit-") as folder:
         yield Path(folder)
 
 
 def read_document(experiment: str) -> dict[str, Any]:
-    """Return the document of a received experiment, with the local path of the data on this worker."""
+    """Return the document of a received experiment, with the data's path on this worker."""
     return _localise({key: value for key, value in tomllib.loads(experiment).items() if key != "travel"})
 
 
 @lru_cache(maxsize=4)
 def read_federation(experiment: str, seed: int) -> Federation:
-    """Return the clients of an experiment with a seed, with the same data as in the process that sent the experiment.
+    """Return the clients of an experiment for a seed, after checking that the data equal those of the sender.
 
     Raises:
-        DataError: this worker has different data.
+        DataError: the data on this worker differ.
     """
     travel, plan = tomllib.loads(experiment)["travel"], parse(read_document(experiment), "executor")
     if not travel["data"]:
@@ -229,7 +229,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
 
 
 def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the path of this worker's data: the same path, or a path in the folder FEDLOOM_DATA."""
+    """Return the document with the data's path on this worker: the same path, or one in the folder FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():

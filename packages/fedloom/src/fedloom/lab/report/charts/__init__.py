@@ -1,1 +1,1 @@
-"""Charts of the report and of all other pages: their parts, their theme, and one module per subject."""
+"""Charts for the report and other pages: shared components, a theme, and one module per subject."""

@@ -1,7 +1,7 @@
-"""Charts and tables of how probabilities are used, by site: calibration curves, operating points and net benefit.
+"""Charts and tables about the use of predicted probabilities at each site: calibration, thresholds and net benefit.
 
 References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15. A. J. Vickers and E. B. Elkin,
-"Decision Curve Analysis", Medical Decision Making 2006. Intervals of shares: E. B. Wilson, JASA 1927.
+"Decision Curve Analysis", Medical Decision Making 2006. Confidence intervals of proportions: E. B. Wilson, JASA 1927.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Run
 
 MAX_CALIBRATION_BINS, PER_BIN = 10, 10
-"""Largest number of bins of a calibration curve, and smallest number of samples in a bin."""
+"""Maximum number of bins in a calibration curve, and minimum number of samples per bin."""
 DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
-"""Thresholds in the table, and thresholds of the curves."""
+"""Probability thresholds shown in the table, and thresholds at which the curves are drawn."""
 Z = 1.959963984540054
 CALIBRATION_TEXT = (
     "Patients above a threshold of the predicted probability are flagged, on all test samples of a "
@@ -38,16 +38,18 @@ CALIBRATION_TEXT = (
 
 
 class OperatingPoint(NamedTuple):
-    """Effect of a threshold. Samples whose probability is at least `threshold` are flagged.
+    """Result of flagging samples by a threshold on the predicted probability.
+
+    Samples whose probability is at least ``threshold`` are flagged.
 
     Attributes:
         threshold: threshold on the probability.
-        flagged: share of the samples that are flagged.
-        sensitivity: share of the events that are flagged.
-        specificity: share of the other samples that are not flagged.
-        predictive: share of the flagged samples that are events.
+        flagged: proportion of the samples that are flagged.
+        sensitivity: proportion of the events that are flagged.
+        specificity: proportion of the samples without an event that are not flagged.
+        predictive: proportion of the flagged samples that are events (positive predictive value).
         benefit: net benefit per sample.
-        treating_all: net benefit if all samples were flagged.
+        treating_all: net benefit per sample if all samples were flagged.
     """
 
     threshold: float
@@ -60,7 +62,7 @@ class OperatingPoint(NamedTuple):
 
 
 def point(samples: Predicted, threshold: float) -> OperatingPoint:
-    """Compute the operating point for a threshold. A share of zero samples is nan."""
+    """Compute the operating point for a threshold. A proportion of zero samples is NaN."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -76,16 +78,16 @@ def point(samples: Predicted, threshold: float) -> OperatingPoint:
 
 
 def wilson(share: float, size: int) -> tuple[float, float]:
-    """Compute Wilson's 95 % interval for a share of ``size`` samples."""
+    """Compute Wilson's 95 % confidence interval for a proportion of ``size`` samples."""
     middle = (share + Z * Z / (2 * size)) / (1 + Z * Z / size)
     half = Z / (1 + Z * Z / size) * math.sqrt(share * (1 - share) / size + Z * Z / (4 * size * size))
     return middle - half, middle + half
 
 
 def curve(samples: Predicted) -> list[tuple[float, float, int]]:
-    """Return the mean probability, the share of events and the number of samples of each bin.
+    """Return the mean probability, the proportion of events and the number of samples for each bin.
 
-    Bins have equal sizes and are sorted by probability.
+    The samples are sorted by probability and divided into bins of equal size.
     """
     order = np.argsort(samples.prediction, kind="stable")
     bins = np.array_split(order, max(1, min(MAX_CALIBRATION_BINS, len(order) // PER_BIN)))
@@ -93,7 +95,7 @@ def curve(samples: Predicted) -> list[tuple[float, float, int]]:
 
 
 def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
-    """Return binary runs with stored predictions, the leading federated method, and the samples of its sites."""
+    """Return each run of a binary task with stored predictions, its best federated method, and its sites' samples."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)
@@ -110,7 +112,7 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
 
 
 def calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw calibration and decision curves for each run with stored predictions of a binary task."""
+    """Draw calibration curves and decision curves for each run of a binary task with stored predictions."""
     figures = []
     for place, (run, best, sites) in enumerate(_chosen(runs, rows, lead), start=1):
         words = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
@@ -184,7 +186,7 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
 
 
 def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render the operating points of `DECISION_THRESHOLDS` at every site as one HTML table per run."""
+    """Render one HTML table per run with the operating points at `DECISION_THRESHOLDS` for every site."""
     heads = ("Site", "Patients tested", "Events", "Threshold", "Flagged", "Sensitivity", "Specificity",
              "Predictive value", "Net benefit", "Treating all")  # fmt: skip
     text = ""
@@ -206,7 +208,7 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 
 
 def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
-    """Render the operating points as CSV, unrounded."""
+    """Render the operating points as CSV, without rounding."""
     lines = [
         (run.label, best.method, best.model, name, len(samples.target), int(samples.target.sum()),
          *(None if math.isnan(value) else value for value in point(samples, threshold)))

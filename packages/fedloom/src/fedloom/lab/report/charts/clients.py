@@ -1,4 +1,4 @@
-"""Draw the results of single clients: client by client, and over rounds."""
+"""Draw the results of individual clients, as a table of clients and over rounds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_LABELED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
-"""Largest number of clients that are all shown individually, and number of worst clients that are shown otherwise."""
+"""Maximum number of clients that are all shown individually, and number of worst clients shown if there are more."""
 MAX_NUMBERED_CLIENTS = 8
-"""Largest number of clients for which numbers are written into the cells."""
+"""Maximum number of clients for which values are printed in the cells of the heat map."""
 MAX_CLIENT_PANELS = 16
-"""Largest number of clients that are drawn over rounds."""
+"""Maximum number of clients whose results are drawn over rounds."""
 MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
-"""Largest total number of points over rounds, and smallest number of points to which a line is thinned."""
+"""Maximum total number of points drawn over rounds, and minimum number of points that each line keeps when thinned."""
 
 
 def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Return the charts of this module, with None for charts without data."""
+    """Return the charts of this module. A chart without data is None."""
     last = [
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
         for row in rows
@@ -52,15 +52,16 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
 
 
 def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
-    """Return the clients and their means over seeds."""
+    """Return the ids of all clients, and the mean of each client over seeds."""
     clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
     return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
 
 
 def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
-    """Draw a heat map of rows and clients, with means over seeds.
+    """Draw a heat map of methods and clients that shows means over seeds.
 
-    With many clients, only the worst clients of the best row are shown. Return None without data.
+    If there are many clients, only the clients with the worst results of the best method are shown. Return None if
+    there are no data.
     """
     many = max(run.clients for run in runs) > MAX_LABELED_CLIENTS
     wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
@@ -136,9 +137,11 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
 def _over_rounds(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """Return a chart with a panel per client and a line per row, with means over seeds, or None without data.
+    """Draw a panel per client with one line per method and model, averaged over seeds.
 
-    The lines of leading methods are thick.
+    Return None if there are no data.
+
+    The lines of the best methods are thick.
     """
     if len(order) > MAX_CLIENT_PANELS:
         clients = order[np.linspace(0, len(order) - 1, MAX_CLIENT_PANELS).round().astype(int)]
@@ -189,7 +192,7 @@ def _over_rounds(
 
 
 def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
-    """Return rounds and means over seeds by client, without attackers."""
+    """Return pairs (round, mean over seeds), keyed by client and without attackers."""
     by_place: dict[tuple[int, int], list[float]] = {}
     for seed in seeds_of(run, row.method):
         points = run.benign(Key(row.method, seed, row.model, "test", name))

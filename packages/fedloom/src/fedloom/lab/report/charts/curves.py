@@ -1,4 +1,4 @@
-"""Curves of results over rounds, traffic, work, time and the share of attackers, and of other recorded metrics."""
+"""Curves of results over rounds, traffic, work, time and the fraction of attackers, and curves of other metrics."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from fedloom.lab.report.numbers import (
 from fedloom.lab.report.run import Key, Run
 
 POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
-"""Number of points per line, and number of points per line in a chart with many lines. Longer curves are thinned."""
+"""Number of points per line, and number of points per line in a chart with many lines. Curves with more points are
+thinned."""
 MIN_CROPPED_POINTS = 60
-"""Smallest number of points for which the worst twentieth may lie outside the axis."""
+"""Minimum number of points at which the worst 5 % of them may be outside the range of the axis."""
 MIN_LOG_RATIO = 100.0
-"""Smallest ratio of the largest to the smallest value for which a residual has a logarithmic axis."""
+"""Minimum ratio of the largest to the smallest value at which a residual is drawn on a logarithmic axis."""
 
 CURVE_AXES = {
     "round": ("by round", "Round", 1.0),
@@ -41,11 +42,11 @@ CURVE_AXES = {
     "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
 FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "tune")
-"""Settings that may differ between the runs of one family."""
+"""Settings in which runs may differ and still be grouped into one chart of attacks."""
 
 
 def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw learning curves of the leading metric and the loss, and the federation's metrics by round."""
+    """Draw learning curves of the leading metric and the loss, and other metrics of the federation over rounds."""
     wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
     totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
     figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
@@ -72,7 +73,7 @@ def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure 
 
 
 def draw_points(run: Run, row: Row, name: str, axis: str, *, crowded: bool = False) -> Rows:
-    """Return the learning curve of a row: its mean over the clients' test parts along one of the `CURVE_AXES`."""
+    """Return the learning curve of a row: the mean over the clients' test parts along an axis of `CURVE_AXES`."""
     seeds = seeds_of(run, row.method)
     results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
     costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
@@ -98,9 +99,9 @@ def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure 
 
 
 def _recorded(run: Run, key: Key) -> Curve:
-    """Return a metric of the federation.
+    """Return the curve of a metric of the federation.
 
-    A metric that belongs to no model is drawn with the first model of the method.
+    A metric that does not belong to a model is drawn with the method's first kind of model.
     """
     of_model = [key, key._replace(part="")]
     models = [model for model in MODEL_KINDS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
@@ -110,9 +111,9 @@ def _recorded(run: Run, key: Key) -> Curve:
 
 
 def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: dict[int, Curve], most: int) -> Rows:
-    """Return the mean and interval over seeds, or single seeds, at up to ``most`` rounds.
+    """Return the mean and confidence interval over seeds, or the individual seeds, at no more than ``most`` rounds.
 
-    The horizontal axis shows the rounds or, if given, the mean of ``costs``.
+    The horizontal axis shows the round or, if ``costs`` is given, the mean cost.
     """
     scale = metric(name).scale
     rounds = np.unique(np.concatenate([EMPTY_CURVE.round, *(result.round for result in results.values())]))
@@ -130,7 +131,10 @@ def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: di
 
 
 def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]) -> Figure | None:
-    """Draw one panel per method, or return None without data. ``words`` are the id, group, tab, title and caption."""
+    """Draw one panel per method, or return None if there are no data.
+
+    ``words`` contains the id, group, tab, title and caption of the chart.
+    """
     means = [point for point in data if point["seed"] is None]
     lines = {(point["method"], point["model"]) for point in means}
     if len(means) <= len(lines):
@@ -171,7 +175,7 @@ def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str,
 
 
 def _panel_title(panels: int, means: Rows) -> str:
-    """Render the expression for the title of a panel."""
+    """Return the sentence that explains the lines of a panel."""
     seeds = max(point["seeds"] for point in means)
     ghosts = "One panel per method, the others in grey behind it" if panels > 1 else ""
     band = "the band is the 95 % interval over seeds, cut at the edge of the panel"
@@ -181,9 +185,10 @@ def _panel_title(panels: int, means: Rows) -> str:
 
 
 def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the results of the benign clients against the share of attackers.
+    """Draw the results of the benign clients against the fraction of attackers.
 
-    For each kind of attack with at least two shares, a chart shows the mean result and the worst tenth of clients.
+    For each kind of attack with at least two different fractions, one chart shows the mean result and another the worst
+    tenth of the clients.
     """
     figures: list[Figure | None] = []
     for i, (kind, members) in enumerate(_families(runs)):
@@ -194,7 +199,7 @@ def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | Non
 
 
 def decide_share(run: Run) -> float:
-    """Return the share of the clients that attack: the recorded share, or else the share in the settings."""
+    """Return the fraction of clients that attack, as recorded or, if it was not recorded, as set in the experiment."""
     if run.attacked:
         return sum(len(part.attackers) for part in run.partitions.values()) / (len(run.partitions) * run.clients)
     attack: dict[str, Any] = run.options.get("attack", {})
@@ -202,7 +207,7 @@ def decide_share(run: Run) -> float:
 
 
 def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Group runs with the same kind of attack that differ only in the share of attackers.
+    """Group runs with the same kind of attack that differ only in the fraction of attackers.
 
     Runs without attackers belong to every group.
     """

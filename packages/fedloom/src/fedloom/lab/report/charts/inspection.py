@@ -1,6 +1,6 @@
-"""Charts of how models behave at single clients: confusion, and representations projected onto the plane.
+"""Charts of how models behave at individual clients: confusion matrices, and projections of representations.
 
-In the plane of representations, color and shape show the class.
+In a projection of representations, color and shape show the class.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fedloom.lab.report.reading import read_columns, rows_where
 from fedloom.lab.report.run import Key, Run
 
 MAX_CONFUSION_PANELS = 12
-"""Largest number of clients that are drawn."""
+"""Maximum number of clients that are drawn."""
 MAX_NUMBERED_CLASSES = 6
-"""Largest number of classes for which counts are written into the cells."""
+"""Maximum number of classes for which counts are printed in the cells."""
 POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
 
 def inspection(runs: list[Run]) -> list[Figure | None]:
-    """Return the charts of this module, with None for charts without data."""
+    """Return the charts of this module. A chart without data is None."""
     several = len(runs) > 1
     figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
@@ -34,7 +34,10 @@ def inspection(runs: list[Run]) -> list[Figure | None]:
 
 
 def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
-    """Return the method, seed and model to draw: those with the best test accuracy in the table, and the first seed."""
+    """Return the method, seed and model to draw.
+
+    The method and model have the best test accuracy, and the seed is the first one.
+    """
     keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
     recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)
 
@@ -48,9 +51,9 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
 
 
 def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
-    """Return the rows of the drawn method, model and seed for its first benign clients, or None without rows.
+    """Return the rows to draw for the first benign clients, with a text about them. Return None if there are no rows.
 
-    The text in the returned pair describes the rows.
+    The text names the method, model and seed.
     """
     import pyarrow.compute as pc  # slow to import
 

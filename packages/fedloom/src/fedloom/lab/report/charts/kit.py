@@ -1,4 +1,4 @@
-"""Build charts from their parts: Vega-Lite specifications as plain dictionaries, with their data."""
+"""Building blocks of charts: Vega-Lite specifications as plain dictionaries, together with their data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TICK_FORMAT = (
     "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
     "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
 )
-"""Expression that formats ticks: 0.5, 20, 1.5k, 3M, 7.0e+15."""
+"""Expression that formats axis ticks, as in 0.5, 20, 1.5k, 3M and 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""Factor by which a result must exceed the better results to be excluded from the range of the axis."""
+"""Factor by which a result must exceed the better results before it is left out of the range of the axis."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
-"""Filters of the rows of a chart: means over seeds, single seeds, and means with an interval. If there are few seeds,
-they are shown individually instead of as an interval."""
+"""Filters on the rows of a chart: means over seeds, individual seeds, and means with a confidence interval. If there
+are only a few seeds, they are shown individually instead of as an interval."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
 """Columns of chart data that are only used for drawing."""
@@ -35,19 +35,18 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """Chart with its data and its texts.
+    """Chart with its data and texts.
 
     Attributes:
-        id: identifier, unique within a report. It is also the name of the chart's files.
-        tab: name of the chart's tab, if several charts share a location (equal ``group``).
-        chart: Vega-Lite specification over the named data sets, without the colors of a theme.
-        data: data sets by name. ``rows`` is one of them.
-        layout: how the page adjusts the chart to its width. ``facet`` changes the number of columns. ``square`` does
-            the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside`` changes the width
-            of the first of two charts.
-        canvas: True if the page draws the chart as a bitmap, because the chart contains very many marks.
-        table: name of the data set that a reader may view and download, which is the most detailed data set of the
-            chart.
+        id: identifier that is unique within a report. The files of the chart also have this name.
+        tab: title of the tab that shows the chart, if several charts have the same ``group``.
+        chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
+        data: data sets, keyed by name. The main data set is called ``rows``.
+        layout: how the page adapts the chart to the available width. ``facet`` changes the number of columns.
+            ``square`` does the same and keeps the panels square. ``wide`` changes the width of the chart. ``beside``
+            changes the width of the first of two charts.
+        canvas: True if the page draws the chart as a bitmap because it contains a very large number of marks.
+        table: name of the chart's most detailed data set, which readers can view and download.
     """
 
     id: str
@@ -63,29 +62,32 @@ class Figure:
 
     @property
     def rows(self) -> Rows:
-        """Main data set."""
+        """Rows of the main data set."""
         return self.data["rows"]
 
     def spec(self) -> Spec:
-        """Return the specification with its data."""
+        """Return the Vega-Lite specification together with its data."""
         return {**self.chart, "description": self.caption, "datasets": self.data}
 
     def svg(self) -> str:
-        """Return the chart as an SVG in the light theme."""
+        """Render the chart as an SVG in the light theme."""
         return look.svg(self.spec())
 
     def columns(self, name: str) -> list[str]:
-        """Return the columns of a data set."""
+        """Return the names of the columns in a data set."""
         return list(dict.fromkeys(key for row in self.data[name] for key in row))
 
 
 def layer_chart(*layers: Spec, **more: object) -> Spec:
-    """Build a chart of layers over the data set ``rows``."""
+    """Build a chart from layers that use the data set ``rows``."""
     return {"data": {"name": "rows"}, "layer": list(layers), **more}
 
 
 def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: object) -> Spec:
-    """Build a layer: a mark with its style, encoding and transforms. If a data set is named, the layer uses it."""
+    """Build a layer from a mark with its style, encoding and transforms.
+
+    If ``data`` is given, the layer uses the data set with this name.
+    """
     layer: Spec = {"mark": {"type": kind, **look}, "encoding": encoding}
     if transform:
         layer["transform"] = list(transform)
@@ -93,20 +95,23 @@ def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: ob
 
 
 def number(field: str, title: str | None = None, **more: Any) -> Spec:
-    """Build a quantitative channel. Its axis need not begin at 0, and its ticks use a common format."""
+    """Build a quantitative channel for a field.
+
+    The axis of the channel does not have to start at 0, and all such axes format their ticks in the same way.
+    """
     scale = {"zero": False, **more.pop("scale", {})}
     axis = {"tickCount": 5, "labelExpr": TICK_FORMAT, "labelOverlap": True, **more.pop("axis", {})}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis, **more}
 
 
 def nominal_channel(field: str, order: Iterable[str], title: str | None = None, **more: Any) -> Spec:
-    """Build a nominal channel with a given order."""
+    """Build a nominal channel for a field, with its values in the given order."""
     axis = {"labelLimit": 190, "grid": False, "labelAngle": 0, "labelOverlap": True, **more.pop("axis", {})}
     return {"field": field, "type": "nominal", "sort": [*dict.fromkeys(order)], "title": title, "axis": axis, **more}
 
 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
-    """Build a nominal channel that breaks long names into lines. Also return the largest number of lines."""
+    """Build a nominal channel that breaks long names into several lines. Also return the maximum number of lines."""
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)
     split = f"{json.dumps(lines)}[datum.value]"
@@ -116,7 +121,7 @@ def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, in
 
 
 def tips(*parts: tuple[str, ...]) -> list[Spec]:
-    """Build a tooltip from (field, title) for text and counts, and from (field, title, format) for numbers."""
+    """Build a tooltip from pairs (field, title) for text and counts, and triples (field, title, format) for numbers."""
     return [
         {
             "field": field,
@@ -128,7 +133,7 @@ def tips(*parts: tuple[str, ...]) -> list[Spec]:
 
 
 def interval_tips(title: str) -> list[Spec]:
-    """Build the tooltip of a mean with its interval."""
+    """Build a tooltip that shows a mean with its confidence interval."""
     ends = (("low", "95 % interval from"), ("high", "to"))
     return tips(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
 
@@ -136,11 +141,11 @@ def interval_tips(title: str) -> list[Spec]:
 def intervals(
     place: Spec, x: Spec, *, tint: Spec | None = None, tooltip: list[Spec] | None = None, **dot: Any
 ) -> list[Spec]:
-    """Build layers of the fields ``value``, ``low`` and ``high``: a line over the interval and a dot at the mean.
+    """Build layers that draw a line from ``low`` to ``high`` and a dot at the mean ``value``.
 
     Args:
-        place: channels of the position, and other channels that the dots and lines share.
-        x: channel of the mean.
+        place: channels for the position, and any other channels that lines and dots share.
+        x: channel for the mean.
         tint: color of the dots and lines.
         tooltip: tooltip of the dots.
         dot: style of the dots.
@@ -157,7 +162,8 @@ def intervals(
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
     """Build a heat map.
 
-    With ``text``, numbers are written into the cells, in a different color where the expression ``strong`` is true.
+    If ``text`` is given, it names the field that is printed in the cells. The text has a different color where the
+    expression ``strong`` is true.
     """
     place = {"x": x, "y": y, "tooltip": tooltip}
     words = [
@@ -169,7 +175,7 @@ def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "",
 
 
 def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
-    """Build a color channel from pale to strong."""
+    """Build a color channel that ranges from pale to strong."""
     legend = {"gradientLength": 160, "gradientThickness": 8, **({"format": form} if form else {})}
     scale = {"range": "heatmap", "clamp": True, **scale}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "legend": legend}
@@ -178,9 +184,9 @@ def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
 def panels(
     inner: Spec, field: str, order: Iterable[str], below: str | None, *, high: int = 120, **more: object
 ) -> Spec:
-    """Build small multiples: a panel for each value of a field.
+    """Build small multiples with one panel for each value of a field.
 
-    Each panel has a separate horizontal axis, and one title is below all panels.
+    Each panel has its own horizontal axis, and a single title below applies to all panels.
     """
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}
@@ -195,7 +201,7 @@ def panels(
 
 
 def select_filters(rows: Rows) -> list[Spec]:
-    """Return those of the filters `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select any rows."""
+    """Return the filters among `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select at least one row."""
     return [
         MEAN_FILTER,
         *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
@@ -204,9 +210,9 @@ def select_filters(rows: Rows) -> list[Spec]:
 
 
 def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], below: str, dots: float = 0) -> Spec:
-    """Build a panel per method with means and intervals or single seeds.
+    """Build one panel per method that shows means with intervals, or individual seeds.
 
-    Behind them, the other methods are drawn in grey.
+    The other methods are drawn in grey in the background.
     """
     order = list(dict.fromkeys(row["method"] for row in data))
     place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
@@ -226,7 +232,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
 
 
 def colour(rows: list[Row]) -> Spec:
-    """Return the color of the model, which is the same in every chart."""
+    """Return the color channel for kinds of models. Each kind has the same color in every chart."""
     present = list(dict.fromkeys(row.model for row in rows))
     order = [*MODEL_KINDS, *(model for model in present if model not in MODEL_KINDS)]
     shown = [model for model in order if model in present]
@@ -235,9 +241,9 @@ def colour(rows: list[Row]) -> Spec:
 
 
 def off_axis(largest: dict[str, float]) -> set[str]:
-    """Return the names whose largest value exceeds the better values by the factor `AXIS_OUTLIER_RATIO`.
+    """Return the names whose largest value exceeds the better values by more than a factor of `AXIS_OUTLIER_RATIO`.
 
-    Such names would flatten all other values.
+    If the axis included them, all other values would appear flat.
     """
     sizes = sorted(abs(value) for value in largest.values() if value)
     near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0
@@ -245,13 +251,13 @@ def off_axis(largest: dict[str, float]) -> set[str]:
 
 
 def off_words(off: Iterable[str]) -> str:
-    """Render the sentence on the names that `off_axis` returned."""
+    """Return a sentence that lists the names which `off_axis` returned, or "" if there are none."""
     listed = ", ".join(dict.fromkeys(off))
     return f" Far outside the axis: {listed}." if listed else ""
 
 
 def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
-    """Return an axis range around values, with a margin."""
+    """Return an axis range that contains the values and a margin."""
     numbers = [value for value in values if value is not None]
     low, high = min(numbers), max(numbers)
     more = air * (high - low) or 0.1 * abs(high) or 1.0

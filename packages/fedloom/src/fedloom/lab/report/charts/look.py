@@ -1,4 +1,4 @@
-"""Draw charts: colors and fonts of the light and the dark theme, and specifications as SVG and for notebooks."""
+"""Rendering of charts: the colors and fonts of a light and a dark theme, and conversion to SVG and notebook charts."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Spec = dict[str, Any]
 
 PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
-"""Fonts of charts in files. Texts are measured where the chart is drawn, and the first font is at least as wide as
-every other common font."""
+"""Fonts of charts that are written to files. The width of a text is computed when the chart is rendered, so the first
+font is at least as wide as every other common font."""
 BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
-"""Colors with a contrast of at least 3 to 1 on light and on dark backgrounds."""
+"""Colors with a contrast ratio of at least 3 to 1 on both light and dark backgrounds."""
 INK_COLORS = ("#57606a", "#b1bac4")
-"""Colors of texts on a light and on a dark background, each with a contrast of at least 4.5 to 1."""
+"""Text colors for a light and a dark background, each with a contrast ratio of at least 4.5 to 1."""
 _BY_READER = (
     f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
 )
-"""Style element that takes precedence over the text fill that Vega-Lite writes."""
+"""Style element that overrides the text color that Vega-Lite writes."""
 _UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
-"""SVG attributes that an image on a page does not need."""
+"""Pattern of SVG attributes that an image on a page does not need."""
 PHONE_WIDTH = 364
-"""Width in pixels of an image that a phone with a width of 390 pixels shows without shrinking its texts."""
+"""Width in pixels of an image that a phone with a screen of 390 pixels shows without shrinking its text."""
 LETTER_WIDTH = 7.0
-"""Mean width in pixels of a letter of a label."""
+"""Mean width in pixels of a letter in a label."""
 
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that are not allowed in XML 1.0 documents."""
+"""Pattern of characters that XML 1.0 documents must not contain."""
 
 
 def _drawable(value: object) -> Any:
-    """Return a value in which U+FFFD replaces the characters that XML does not allow.
+    """Return a copy of a value in which U+FFFD replaces all characters that XML does not allow.
 
-    The drawing library ends the process if it encounters such a character.
+    The rendering library would terminate the process if it encountered such a character.
     """
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
@@ -50,9 +50,10 @@ def _drawable(value: object) -> Any:
 
 
 def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
-    """Return the Vega-Lite configuration.
+    """Return the Vega-Lite configuration of the light or the dark theme.
 
-    Its first three colors are Okabe and Ito's blue, vermilion and green, lighter in the dark theme.
+    The first three colors of the theme are Okabe and Ito's blue, vermilion and green. These colors are lighter in the
+    dark theme.
     """
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -89,14 +90,14 @@ def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
 
 
 def svg(spec: Spec, *, dark: bool = False) -> str:
-    """Return a chart as SVG in the light or the dark theme, on the background of the theme."""
+    """Render a chart as SVG in the light or the dark theme, on the theme's background."""
     return _svg({**spec, "config": theme(dark=dark, font=FILE_FONT)})
 
 
 def svg_for_pages(spec: Spec) -> str:
-    """Return a chart as SVG without a background, for light and dark pages.
+    """Render a chart as SVG without a background, so that it can be used on light and dark pages.
 
-    The color of its texts follows the reader's color scheme.
+    The color of its text follows the reader's color scheme.
     """
     common = theme(dark=False, font=FILE_FONT)
     for part in ("axis", "header", "legend"):
@@ -122,10 +123,10 @@ def svg_for_pages(spec: Spec) -> str:
 
 
 def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
-    """Build a chart for a notebook. Users can change it with Altair.
+    """Build an Altair chart for a notebook. Users can modify it with Altair.
 
-    If the notebook provides Vega-Lite, it draws the chart in the notebook's theme. Otherwise an SVG is shown. Nothing
-    is downloaded.
+    If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. If the notebook does not include
+    Vega-Lite, an SVG is shown. Nothing is downloaded in either case.
     """
     altair = import_charts("altair")
 
@@ -133,7 +134,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """Return the formats from which a notebook chooses, richest first."""
+        """Return the chart in all formats that a notebook can choose from, richest first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
 
@@ -155,10 +156,10 @@ def can_draw() -> bool:
 
 
 def import_charts(name: str) -> Any:
-    """Import a package of the extra ``charts`` and return it. Importing it is slow.
+    """Import a package of the extra ``charts`` and return the module. The import is slow.
 
     Raises:
-        ConfigError: the extra is not installed.
+        ConfigError: the extra ``charts`` is not installed.
     """
     try:
         return import_module(name)

@@ -1,4 +1,4 @@
-"""Draw the split of the samples: clients by class, skew for each seed, recovered clusters and their shares."""
+"""Draw how samples are split among clients: their classes, the skew of each seed, and the recovered clusters."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fedloom.lab.report.numbers import Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 
 MAX_CLASS_CELLS = 4_000
-"""Largest number of cells (clients times classes) that are drawn."""
+"""Maximum number of cells (clients times classes) that are drawn."""
 ATTACKER_FLAG = "\N{BLACK FLAG}"
-"""Mark after the name of a client that attacks."""
+"""Mark that follows the name of an attacking client."""
 MAX_LISTED_CLIENTS = 60
-"""Largest number of clients that are named. If there are more clients, they are sorted by their largest class and not
-named."""
+"""Maximum number of clients whose names are shown. If there are more clients, they are sorted by their most frequent
+class and are not named."""
 MAX_DRAWN_PARTITIONS = 10
-"""Largest number of partitions of a run that are drawn. If partitions are large, fewer are drawn."""
+"""Maximum number of partitions of a run that are drawn. Fewer are drawn if the partitions are large."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
-"""Largest number of rounds and largest number of clients for which recovered clusters are drawn."""
+"""Maximum number of rounds, and maximum number of clients, for which recovered clusters are drawn."""
 SHARE_FIGURE = "share"
-"""Name of the metric for a client's share in the objective, where shares depend on recovered clusters."""
+"""Name of the metric that records a client's weight in the objective if the weights depend on recovered clusters."""
 PARTITION_TITLES = {
     "sizes": "Samples per client",
     "emd": "Earth mover's distance",
@@ -39,15 +39,15 @@ PARTITION_TITLES = {
 
 
 class Skew(NamedTuple):
-    """Differences between the clients of one partition.
+    """Measures of how the clients of one partition differ from each other.
 
-    Each array contains one value per client, nan for a client without samples.
+    Each array contains one value per client, which is NaN for a client without samples.
 
     Attributes:
-        label: text that names the runs and the seed.
-        values: ``sizes``. For classes, each client is compared with the labels of all clients: ``emd`` (sum of absolute
-            differences, in [0, 2]), ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]), ``effective_classes``
-            (exponential of the entropy).
+        label: text that names the runs.
+        values: ``sizes``, the numbers of samples. For classes, three more measures compare each client with the labels
+            of all clients: ``emd`` (sum of absolute differences, in [0, 2]), ``js`` (Jensen-Shannon divergence to base
+            2, in [0, 1]) and ``effective_classes`` (exponential of the entropy).
     """
 
     run: Run
@@ -57,7 +57,7 @@ class Skew(NamedTuple):
 
 
 def splits(runs: list[Run]) -> list[Figure | None]:
-    """Draw the partitions of all seeds, up to `MAX_CLASS_CELLS` cells in total.
+    """Draw the partitions of all seeds, with at most `MAX_CLASS_CELLS` cells in total.
 
     Runs on the same data share one chart.
     """
@@ -73,7 +73,7 @@ def splits(runs: list[Run]) -> list[Figure | None]:
 
 
 def skew_table(runs: list[Run]) -> str:
-    """Render an HTML table with a line per run and seed: the mean, the smallest and the largest value over clients."""
+    """Render an HTML table with the mean, smallest and largest skew over clients, for each run and seed."""
     groups = _same_data(runs)
     skews = [skew for group in groups for skew in _skews(group)]
     if not skews:
@@ -109,7 +109,7 @@ def _range(values: Numbers | None) -> str:
 
 
 def _same_data(runs: list[Run]) -> list[list[Run]]:
-    """Group the runs whose clients hold the same samples by class, seed by seed."""
+    """Group runs whose clients hold the same number of samples of each class with every seed."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
         tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
@@ -119,7 +119,7 @@ def _same_data(runs: list[Run]) -> list[list[Run]]:
 
 
 def _skews(group: list[Run]) -> list[Skew]:
-    """Compute the skew of every recorded partition of runs on the same data."""
+    """Compute the skew of every recorded partition of a group of runs on the same data."""
     label = ", ".join(run.label for run in group)
     return [Skew(group[0], label, seed, _skew(part)) for seed, part in group[0].partitions.items()]
 
@@ -129,7 +129,7 @@ def _skew(part: RunPartition) -> dict[str, Numbers]:
 
 
 def label_skew(counts: Numbers) -> dict[str, Numbers]:
-    """Compute the label skew, see `Skew`. The shape of the counts is ``[n, C]``."""
+    """Compute the label skew of a partition (see `Skew`). ``counts`` has the shape ``[clients, classes]``."""
     size = counts.sum(1)
     with np.errstate(invalid="ignore", divide="ignore"):
         p, q = counts / size[:, None], counts.sum(0) / counts.sum()
@@ -144,7 +144,10 @@ def _entropy(p: Numbers) -> Numbers:
 
 
 def _picture(skew: Skew, id: str, where: str) -> Figure | None:
-    """Draw the share of each class in a client's data, and the client's size, or return None without data."""
+    """Draw the proportion of each class in each client's data, and the clients' sizes.
+
+    Return None if there are no classes.
+    """
     run, part = skew.run, skew.run.partitions[skew.seed]
     counts, size = part.counts, part.sizes
     n, classes = counts.shape
@@ -205,9 +208,9 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
 
 
 def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Draw the cluster by round and client, one panel per clustering method (first seed).
+    """Draw the cluster of each client in each round, with one panel per clustering method (first seed).
 
-    Return None without clusters.
+    Return None if no clusters were recorded.
     """
     data: Rows = []
     planted = some = False
@@ -237,9 +240,9 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
 
 
 def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Draw every client's share by round (first seed), one panel per method with shares by recovered clusters.
+    """Draw each client's weight in the objective by round (first seed), for methods that weight recovered clusters.
 
-    Return None without shares.
+    Return None if no such weights were recorded.
     """
     cells: Rows = []
     for run, row, seed in _first_seeds(runs, rows, SHARE_FIGURE):
@@ -267,7 +270,7 @@ def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
 
 
 def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[Run, Row, int]]:
-    """Yield the run, a row and the first recorded seed for each method that recorded a series about its clients."""
+    """Yield a run, a row and the first recorded seed for each method that recorded the series ``name``."""
     for row in {row.name: row for row in rows}.values():
         run = run_of(runs, row)
         seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", name) in run.series]
@@ -276,9 +279,9 @@ def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[
 
 
 def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
-    """Draw a panel per method with rounds on the horizontal axis and clients on the vertical axis.
+    """Draw one panel per method, with rounds on the horizontal axis and clients on the vertical axis.
 
-    The tooltips also show the columns ``more``.
+    The columns ``more`` are shown in tooltips in addition to the usual ones.
     """
     inner = kit.heat_map(
         {**kit.nominal_channel("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
@@ -292,7 +295,10 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
 
 
 def _evenly(items: int | Integers, most: int) -> Integers:
-    """Return at most ``most`` items, evenly spaced. An integer represents the numbers below it."""
+    """Return at most ``most`` evenly spaced items.
+
+    An integer ``items`` stands for the numbers from 0 up to that integer (exclusive).
+    """
     numbers = np.arange(items) if isinstance(items, int) else items
     places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
     chosen: Integers = numbers[np.unique(places.astype(int))]
@@ -322,7 +328,9 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
 
 
 def aligned(labels: Integers, reference: Integers) -> Integers:
-    """Rename labels so that as many as possible equal the reference labels. The label -1 (unknown) is kept.
+    """Rename cluster labels so that as many as possible agree with the reference labels.
+
+    The label -1 (unknown) is kept.
 
     >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]

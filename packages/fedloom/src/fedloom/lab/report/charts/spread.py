@@ -1,4 +1,4 @@
-"""Draw how results differ between clients: the results, and the gains over a baseline."""
+"""Draw how results differ between clients, both the results themselves and the gains over a baseline."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
-"""Largest number of dots (clients times seeds) in all rows together, and number of dots that each row may draw. With
-this number, 2,000 dots take about 120 kB of the page."""
+"""Maximum number of dots (clients times seeds) in all rows together, and number of dots that each row may always draw.
+With these numbers, 2,000 dots take up about 120 kB of the page."""
 Seeds = dict[int, tuple[Integers, Numbers]]
-"""Clients and their values by seed."""
+"""Clients and their values, keyed by seed."""
 
 
 def attackers_sentence(runs: list[Run]) -> str:
-    """Render the sentence on attackers for a chart of clients."""
+    """Return the sentence about attackers for the caption of a chart of clients."""
     return " Attacking clients are left out." if any(run.attacked for run in runs) else ""
 
 
 def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Numbers]:
-    """Return the benign clients and their finite values at the last recorded round.
+    """Return the benign clients and their finite values in the last recorded round.
 
-    For a seed without results, the arrays are empty.
+    Both arrays are empty for a seed without results.
     """
     points = run.benign(Key(row.method, seed, row.model, "test", name))
     if points is None or not len(points.round) or seed in row.lost:
@@ -36,12 +36,12 @@ def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Nu
 
 
 def pooled(seeds: Seeds) -> Numbers:
-    """Pool the values of all seeds."""
+    """Return the values of all seeds as one array."""
     return np.concatenate([np.empty(0), *(values for _, values in seeds.values())])
 
 
 def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
-    """Draw the leading metric of single clients, or return None without data."""
+    """Draw how the leading metric varies between clients, or return None if there are no data."""
     higher, title = metric(lead).higher, titled(metric(lead))
     spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
     caption = (
@@ -52,9 +52,9 @@ def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Fi
 
 
 def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
-    """Draw each client's gain over the baseline with the same seed.
+    """Draw each client's gain over the baseline with the same seed, or return None if there are no gains.
 
-    Gains above 0 mean that the method is better (FedSLR, Fig. 3).
+    A gain above 0 means that the method is better (as in FedSLR, Fig. 3).
     """
     shown, sign = metric(lead), 1 if metric(lead).higher else -1
     gains: list[tuple[Row, Seeds]] = []
@@ -89,7 +89,7 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
 
 
 def _baseline(rows: list[Row], row: Row) -> Row | None:
-    """Return the row of the same run with which the other rows are compared, or None without such a row."""
+    """Return the row of the same run that serves as the baseline, or None if there is none."""
     same_run = [other for other in rows if other.run == row.run]
     candidates = [
         r for role in BASELINE_ROLES for r in same_run if r.role == role and r.model in ("global", "personal")
@@ -100,18 +100,18 @@ def _baseline(rows: list[Row], row: Row) -> Row | None:
 def _distribution(
     runs: list[Run], rows: list[Row], scores: list[Seeds], title: str, sign: int, *, zero: bool = False
 ) -> tuple[Spec, dict[str, Rows], str]:
-    """Draw box plots sorted by median, with the clients as dots below.
+    """Draw box plots of the clients' values, sorted by median, with a dot for each client below.
 
     Args:
-        runs: runs of the rows.
-        rows: rows to compare.
-        scores: values of the clients, by row.
+        runs: runs that the rows belong to.
+        rows: rows of the results table to compare.
+        scores: values of the clients for each row.
         title: title of the axis.
-        sign: 1 to put the smallest median on top, -1 to put the largest median on top.
-        zero: True to draw a line at 0.
+        sign: 1 to put the smallest median at the top, -1 to put the largest median at the top.
+        zero: True to draw a vertical line at 0.
 
     Returns:
-        The specification, its data sets, and a sentence about the drawing.
+        The chart specification, its data sets, and a sentence that explains the chart.
     """
     order = sorted(range(len(rows)), key=lambda i: sign * float(np.median(pooled(scores[i]))))
     boxes: Rows = []

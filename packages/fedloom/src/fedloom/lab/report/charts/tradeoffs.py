@@ -1,4 +1,4 @@
-"""Results against what they cost (fairness, sparsity), and the costs alone: work and traffic."""
+"""Draw results against fairness and sparsity, and the costs of methods: work and traffic."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COST_AXES = {
 
 
 class Price(NamedTuple):
-    """Horizontal axis: a metric of the rows, its column and title, and True if smaller values are better."""
+    """Horizontal axis of a trade-off chart: a metric, its column and title, and whether smaller values are better."""
 
     figure: str
     column: str
@@ -31,7 +31,7 @@ class Price(NamedTuple):
 
 
 def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the leading result against variance of losses, worst tenth of clients, and non-zero parameters."""
+    """Draw the leading metric against the variance of losses, the worst tenth of clients, and non-zero parameters."""
     what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
     variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
@@ -48,12 +48,15 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
 
 
 def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
-    """Draw the totals of work and traffic, and the cost of reaching a common result."""
+    """Draw the total work and traffic of each method, and its cost of reaching a common result."""
     return [_totals(rows), _reached(runs, rows, lead, models)]
 
 
 def _counted(row: Row) -> Row:
-    """Return the row with its non-zero parameters. A model whose nonzero parameters were not counted is dense."""
+    """Return the row with the number of its non-zero parameters added.
+
+    A model whose non-zero parameters were not counted is assumed to be dense.
+    """
     dense = {record.seed: float(record.parameters) for record in row.records if record.parameters}
     return replace(row, figures={**({"nonzeros": Estimate(dense)} if dense else {}), **row.figures})
 
@@ -61,9 +64,9 @@ def _counted(row: Row) -> Row:
 def _trade_off(
     runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """Draw a point per row with both metrics, or return None without data.
+    """Draw both metrics as one point per row, or return None if there are too few points.
 
-    ``words`` are the id, group, tab, title and best corner.
+    ``words`` contains the id, group, tab and title of the chart, and a name for its best corner.
     """
     up, across = metric(lead).scale, metric(lead).scale if price.figure.startswith(lead) else 1.0
     data: Rows = []
@@ -122,7 +125,7 @@ def _better(one: dict[str, Any], other: dict[str, Any], column: str, signs: tupl
 
 
 def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None:
-    """Label each point that has no labeled point near it, beginning with ringed points."""
+    """Label each point that is not too close to a labeled point, starting with the Pareto-optimal points."""
     named: list[tuple[float, float]] = []
     for point in sorted(data, key=lambda p: not p["best"]):
         x, y = ((point[n] - low) / (high - low) for n, (low, high) in ((column, across), ("result", up)))
@@ -176,7 +179,10 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
 
 
 def _totals(rows: list[Row]) -> Figure | None:
-    """Draw one bar per method, because the models of a method share its work. Return None without data."""
+    """Draw one bar per method, because all models of a method share the same work.
+
+    Return None if no costs were recorded.
+    """
     data: Rows = []
     for measure in COST_FIGURES:
         first = {row.name: row for row in reversed(rows) if measure in row.figures}
@@ -196,9 +202,9 @@ def _totals(rows: list[Row]) -> Figure | None:
 
 
 def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
-    """Draw a dot per row: the cost at which the mean result first reached the target of its task.
+    """Draw, as one dot per row, the cost at which the mean result first reached the target of its task.
 
-    Return None without data.
+    Return None if fewer than two rows reached it.
     """
     data: Rows = []
     missed: list[str] = []
@@ -236,7 +242,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Fig
 
 
 def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
-    """Draw a panel per measure: bars from 0, or dots in the color of the model if a ``tint`` is given."""
+    """Draw one panel per measure, with bars that start at 0, or with dots in the color ``tint`` if it is given."""
     order = list(dict.fromkeys(point[field] for point in data))
     x = kit.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
     place = {

@@ -1,1 +1,1 @@
-"""Comparison of methods: families of paired tests, criteria with their winners, and pairs with a reference."""
+"""Comparison of methods: families of paired tests, criteria with their winners, and comparisons with a baseline."""

@@ -1,8 +1,9 @@
-"""Metrics of resampled test samples, and the standard error of the difference between two models, paired over patients.
+"""Bootstrap: metrics of resampled test samples, and the standard error of the difference between two models.
 
-Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample contains
-both models' predictions for its patients. If samples belong to known subjects, subjects are drawn, each with all its
-samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69, 2007.
+Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample uses the
+predictions of both models for the same patients. If the subjects of the samples are known, subjects are resampled
+together with all of their samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69,
+2007.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from fedloom.lab.report.patients import Predicted
 from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
-"""Number of resamples. The relative error of a standard error is about 1 / sqrt(2 * 1000) = 2.2 %; Efron and Tibshirani
-(Section 6.4) find 200 enough."""
+"""Number of bootstrap resamples. The relative error of a standard error is then about 1 / sqrt(2 * 1000) = 2.2 %. Efron
+and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
 MOST_PAIRS = 10**8
-"""Largest number of pairs (an event and another patient) for which an interval of a C-index is computed here."""
+"""Maximum number of pairs (an event and another patient) for which the interval of a C-index is computed."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
-    """Compute a metric ``[B]`` of weighted test samples, nan if the metric is undefined.
+    """Compute a metric of weighted test samples, ``[B]``. The metric is NaN where it is undefined.
 
     Args:
         metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``r2``, ``rmse``, ``mae`` or
-            ``deviance``, as the tasks define them, in units of the label.
-        weight: weights of the samples ``[B, N]``, 0 or more.
-        samples: ``[N]``.
+            ``deviance``. These metrics are defined as in the tasks, in units of the label.
+        weight: non-negative weights of the samples for each resample, ``[B, N]``.
+        samples: targets and predictions of the samples, ``[N]``.
     """
     y, prediction = samples.target, samples.prediction
     error, total = prediction - y, weight.sum(1)
@@ -48,7 +49,10 @@ def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers
 
 
 def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
-    """Harrell's C-index. If a patient is drawn twice, the two copies are not compared with each other."""
+    """Compute Harrell's C-index of weighted samples, ``[B]``.
+
+    If a patient is drawn twice, the two copies are not compared with each other.
+    """
     assert samples.event is not None
     events = np.flatnonzero(samples.event > 0)
     right, pairs = np.zeros(len(weight)), np.zeros(len(weight))
@@ -62,12 +66,15 @@ def _concordance(weight: Numbers, samples: Predicted) -> Numbers:
 
 
 def standard_error(metric: str, alone: Predicted, shared: Predicted | None = None) -> float:
-    """Return the standard deviation of a metric over `BOOTSTRAP_RESAMPLES` resamples of subjects. NaN if undefined.
+    """Return the bootstrap standard error of a metric: its standard deviation over resamples of subjects.
+
+    The result is NaN if the standard error cannot be computed.
 
     Args:
-        metric: see `weighted_metric`.
-        alone: samples of one model.
-        shared: the same samples with another model. If given, the metric is the difference between both models.
+        metric: name of the metric, as in `weighted_metric`.
+        alone: samples with the predictions of one model.
+        shared: the same samples with the predictions of another model. If these samples are given, the standard error
+            is that of the difference between the two models.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1

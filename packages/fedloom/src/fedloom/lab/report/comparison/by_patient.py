@@ -1,7 +1,7 @@
-"""Gains over test samples: the metric of a site alone and together, and an interval for the difference.
+"""Gains on test samples, by site: metrics of the local and the federated model, with an interval of the difference.
 
-DeLong's interval is used for AUROC, and a bootstrap standard error for other metrics. If samples belong to known
-subjects, both methods count subjects.
+DeLong's interval is used for the AUROC. The bootstrap standard error is used for all other metrics. If the subjects of
+the samples are known, both methods resample or count subjects instead of samples.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
 curves", Biometrics 1988, Eq. 5 to 8, computed by mid-ranks as in X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, and
@@ -30,9 +30,9 @@ from fedloom.lab.report.run import Numbers, Run
 
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
-"""Metrics whose interval is computed with a bootstrap."""
+"""Metrics whose intervals are computed by the bootstrap."""
 MIN_CLASS_SAMPLES = 2
-"""Smallest number of test samples, or subjects, in each class for which an interval of a difference is computed."""
+"""Minimum number of test samples (or subjects) in each class at which an interval of a difference is computed."""
 
 BY_PATIENT_TEXT = (
     "The same, patient by patient: the mean prediction for every test sample over the seeds that "
@@ -43,17 +43,17 @@ BY_PATIENT_TEXT = (
 
 
 class SiteDifference(NamedTuple):
-    """Difference for one site, or for all sites together (``site`` is "All").
+    """Difference between the local and the federated model for one site, or for all sites together (``site`` is "All").
 
     Attributes:
-        site: its name.
-        samples: number of test samples, or of subjects if subjects are known.
-        metric: name of the compared metric.
-        events: number of samples (or subjects) in the second class, or with an event. None for other tasks.
-        alone: metric of the site's local model.
-        together: metric of the federated model.
-        half: half width of the interval of the difference. NaN without an interval.
-        p: two-sided p value for no difference.
+        site: name of the site.
+        samples: number of test samples, or of their subjects if these are known.
+        metric: name of the metric that is compared.
+        events: number of samples (or subjects) of the second class, or with an event. None for tasks without events.
+        alone: metric with the site's local model.
+        together: metric with the federated model.
+        half: half-width of the confidence interval of the difference. NaN if no interval can be computed.
+        p: two-sided p-value for the hypothesis of no difference.
     """
 
     site: str
@@ -67,12 +67,12 @@ class SiteDifference(NamedTuple):
 
 
 def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = None) -> tuple[Numbers, Numbers]:
-    """Return the AUROC of models ``[k]`` on the same samples, and the covariance ``[k, k]`` of these estimates.
+    """Return the AUROC of each model on the same samples, ``[k]``, and the covariance of these estimates, ``[k, k]``.
 
     Args:
-        scores: scores ``[k, N]``, higher for the second class.
+        scores: scores ``[k, N]``. Higher scores indicate the second class.
         target: targets ``[N]``, 0 or 1, with at least `MIN_CLASS_SAMPLES` samples of each class, from as many subjects.
-        units: subject ``[N]`` of each sample, numbered from 0. None: each sample is a separate subject.
+        units: number of each sample's subject, counted from 0, ``[N]``. None: each sample is a separate subject.
     """
     from scipy.stats import rankdata  # slow to import
 
@@ -100,7 +100,10 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
-    """Return a line per site and a line over all sites, or [] without stored predictions or without such a metric."""
+    """Return the difference for each site and for all sites.
+
+    Return [] if predictions were not stored or the metric is missing.
+    """
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
         return []
@@ -138,16 +141,16 @@ def _difference(name: str, lead: str, alone: Predicted, shared: Predicted) -> Si
 
 
 def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
-    """Return gains over test samples for the runs with stored predictions.
+    """Return the gains on test samples for each run with stored predictions.
 
-    Each gain is returned with the label of its run if there are several runs.
+    Each run is returned with its label, which is empty if there is only one run.
     """
     by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
 def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render a table per run, titled by its label."""
+    """Render an HTML table for each run, with the label of the run as title."""
     text = ""
     for label, lines in tables:
         cells = [
@@ -169,7 +172,7 @@ def _words(line: SiteDifference) -> list[str]:
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render the gains over test samples as CSV, unrounded. Missing values are empty."""
+    """Render the gains on test samples as CSV, without rounding. Missing values are empty."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables

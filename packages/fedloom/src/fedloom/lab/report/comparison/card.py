@@ -1,4 +1,4 @@
-"""Model card of a run as Markdown: the recorded facts, and headings for people to complete."""
+"""Model card of a run as Markdown, with recorded facts and with headings that people must complete."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ OPEN_QUESTION_TEXT = "*To be completed by the people responsible for the model.*
 
 
 def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write the model cards of runs, one after the other.
+    """Write the model cards of several runs to one file.
 
     Args:
-        run_dirs: output directories of runs.
+        run_dirs: paths of the run directories.
         out: path of the Markdown file.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        ConfigError: the file exists. People may have edited it.
+        ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
         RunDirError: a directory is not a run, or one of its files is damaged.
-        CheckpointError: the disk is full or rejects the file.
+        CheckpointError: the disk is full or refuses the file.
     """
     check_card(out)
     text = "\n".join(card(run) for run in read_runs(run_dirs))
@@ -48,10 +48,10 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def check_card(out: Path) -> None:
-    """Raise if the file of a model card exists.
+    """Raise an error if the file for a model card already exists.
 
     Raises:
-        ConfigError: the file exists. People may have edited it.
+        ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
     """
     if out.exists():
         raise ConfigError(
@@ -65,7 +65,10 @@ def check_card(out: Path) -> None:
 
 
 def card(run: Run) -> str:
-    """Render the card of the model that leads by the leading metric, which is a federated model if one ended well."""
+    """Render the card of the model with the best leading metric.
+
+    The model is a federated model if any federated model ended well.
+    """
     lead = leading_metric([run])
     shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
     methods = [row for row in shown if row.algorithm]
@@ -98,7 +101,7 @@ def card(run: Run) -> str:
 
 
 def _results(run: Run, row: Row) -> list[str]:
-    """Render metrics on test parts at the last round: mean over seeds with the half width of the 95 % interval."""
+    """Render a table of test metrics in the last round, with means over seeds and half-widths of 95 % intervals."""
     names = [name for name in SUMMARY_METRICS if name in test_metrics(run, row.method, row.model)]
     heads = ["Site", "Samples in training", *(titled(figure(name)) for name in names)]
     lines = [heads, ["---"] * len(heads)]
@@ -114,7 +117,7 @@ def _results(run: Run, row: Row) -> list[str]:
 
 
 def _groups(run: Run, row: Row, lead: str) -> list[str]:
-    """Return the leading metric of groups of patients, or an empty list if no groups were scored."""
+    """Render the leading metric for groups of patients, or return an empty list if no groups were scored."""
     cells = group_cells(run, row, lead)
     if cells is None:
         return []
@@ -143,7 +146,7 @@ def _versions(run: Run) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""Escape a recorded text so that Markdown shows it unchanged, on one line.
+    r"""Escape recorded text so that Markdown shows it unchanged and on one line.
 
     >>> _plain("a|b <i>*\n")
     'a\\|b \\<i\\>\\*'

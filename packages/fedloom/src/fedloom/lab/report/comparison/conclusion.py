@@ -1,4 +1,4 @@
-"""Conclusion of a comparison in a few sentences: the winner, the differences, the compared models, and their cost."""
+"""Conclusions of a comparison in a few sentences: the winner, the differences, the compared models and their cost."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import arrow, cell_text, write_difference
 
 SHOWN_PAIRS = 3
-"""Number of differences that are shown in a terminal and at the top of a report. The table of pairs shows all
-differences."""
+"""Maximum number of differences that are shown in a terminal and at the top of a report. The table of pairs in the
+report contains all differences."""
 
 
 class Conclusion(NamedTuple):
-    """Result of a comparison in words.
+    """Result of a comparison, in words.
 
     Attributes:
-        task: if there are several comparisons, the data and attack of this comparison. It is empty for a single
-            comparison.
-        answer: sentence that names the winner, or says that there is no winner.
-        pairs: one line per compared method, with its mean, its difference from the baseline and the verdict.
-        compared: sentence on the models that are compared. It is empty if fewer than two models are compared.
-        cost: gradients and traffic of the best method and of the baseline. It is empty if neither is recorded.
-        tests: pairs on which the lines are based. It is empty without a baseline.
+        task: labels of the runs that are compared with each other, if there are several groups of comparable runs. The
+            text is empty if there is only one group.
+        answer: sentence that names the winner, or states that there is none.
+        pairs: one line for each compared method, with its mean, its difference from the baseline and the verdict.
+        compared: sentence that states which models are compared. The tuple is empty if there is nothing to compare.
+        cost: sentence with the gradients and the traffic of the best method and of the baseline. The sentence is empty
+            if these costs are not recorded.
+        tests: comparisons with the baseline on which ``pairs`` is based. The sentence is empty if there is nothing to
+            compare.
     """
 
     task: str
@@ -45,10 +47,10 @@ class Conclusion(NamedTuple):
     tests: tuple[Pair, ...] = ()
 
     def lines(self, shown: int | None = SHOWN_PAIRS) -> list[str]:
-        """Return the conclusion line by line.
+        """Return the conclusion as a list of lines.
 
         Args:
-            shown: number of pairs that are written out. None: all pairs.
+            shown: maximum number of pairs to include. None: all pairs are included.
         """
         rest = len(self.pairs[shown:]) if shown is not None else 0
         head = f"{self.task}: {self.answer}" if self.task else self.answer
@@ -64,14 +66,16 @@ def conclude(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> list[Conclusion]:
-    """Return a conclusion for each family of comparable runs.
+    """Return a conclusion for each group of comparable runs.
 
     Args:
-        runs: runs of the rows.
-        rows: all models of all methods.
-        baseline: label of the baseline. None: `local`, or else FedAvg, or else the first method of a single run.
+        runs: runs that the rows belong to.
+        rows: rows of the results table, one for each model of each method.
+        baseline: label of the baseline. None: local training, or else FedAvg, or else the first method if there is only
+            one run.
         compare_model: which of a method's models is compared.
-        margin: largest difference that does not matter, in the units of the leading metric. None: no margin is stated.
+        margin: largest difference that does not matter in practice, in the units of the leading metric. None: no
+            methods are called equivalent.
     """
     lead, conclusions = leading_metric(runs), []
     several = tasks(runs, rows)
@@ -92,10 +96,10 @@ def conclusions(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> list[Conclusion]:
-    """Return the conclusions from run directories (see `conclude`).
+    """Return the conclusions for recorded runs, given their directories (see `conclude`).
 
     Raises:
-        RunDirError: a directory is not a readable run directory.
+        RunDirError: a folder is not a run directory, or cannot be read.
     """
     runs = read_runs(run_dirs)
     return conclude(runs, method_rows(runs), baseline, compare_model, margin)
@@ -107,10 +111,10 @@ def as_record(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> dict[str, Any]:
-    """Return results, comparisons and conclusions of run directories as plain values, unrounded and unscaled.
+    """Return the results, comparisons and conclusions of run directories as plain values, neither rounded nor scaled.
 
     Raises:
-        RunDirError: a directory is not a readable run directory.
+        RunDirError: a folder is not a run directory, or cannot be read.
     """
     runs = read_runs(run_dirs)
     rows = method_rows(runs)
@@ -139,7 +143,7 @@ def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], co
 
 
 def _answer(compared: list[Pair], reference: Row) -> str:
-    """Return the sentence that names the winner, or says that there is no winner."""
+    """Return the sentence that names the winner, or states that there is none."""
     of_methods = [pair for pair in compared if pair.row.algorithm]
     better, tested = ([p for p in of_methods if test(p)] for test in (_is_better, lambda p: not p.reason))
     seeds = max((p.comparison.seeds for p in compared if p.comparison), default=0)
@@ -176,7 +180,7 @@ def _titled(row: Row) -> str:
 
 
 def _compared(shown: list[Row], compare_model: Models) -> str:
-    """Return the sentence about the models that are compared."""
+    """Return the sentence that states which models are compared."""
     if compare_model == "all":
         return "Compared models: all models of every method."
     if compare_model == "personal":
@@ -187,7 +191,7 @@ def _compared(shown: list[Row], compare_model: Models) -> str:
 
 
 def _cost(rows: list[Row]) -> str:
-    """Return the sentence about sample gradients and traffic of some rows."""
+    """Return the sentence that states the gradients and the traffic of some rows."""
     parts = []
     for row in rows:
         work, up, down = (row.figures.get(name) for name in ("samples_backward", "bytes_up", "bytes_down"))

@@ -1,8 +1,9 @@
-"""Rows of a comparison: one row per method, and a fair rival for models that clients choose themselves.
+"""Selection of the rows to compare: one row per method, and a fair rival for models that clients choose themselves.
 
-Clients would use the global or the personal model that is better on their validation part (the hybrid model), or a
-method's only model. If such models are compared, their rival is shown next to them: for each client, the better of
-local training and FedAvg, chosen on validation by the same rule. The rival does not need an additional method.
+In practice, each client would use whichever of the global and the personal model is better on its validation part (the
+hybrid model), or the only model of the method. If hybrid models are compared, a rival is shown next to them. For each
+client, it is the better of local training and FedAvg, chosen on validation data by the same rule. No additional method
+has to be run for this rival.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
-"""Rows of a method: ``best-on-validation`` (the model that a client would use), ``personal`` (the personal model, else
-the global model, as papers report), or ``all``."""
+"""Which rows of a method are compared. ``best-on-validation`` is the model that a client would use. ``personal`` is the
+personal model that papers report, or else the global model. ``all`` stands for every model."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
 
 def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
-    """Select the rows to compare.
+    """Select the rows of the results table to compare.
 
     Args:
-        runs: runs of the rows.
-        rows: all models of all methods.
-        models: which rows of a method are selected.
+        runs: runs that the rows belong to.
+        rows: rows of the results table, one for each model of each method.
+        models: which rows of each method are selected.
     """
     if models == "all":
         return list(rows)
@@ -59,19 +60,19 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
 
 
 def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
-    """Select the rows to compare, at most one per method even if all models are requested."""
+    """Select the rows to compare, but at most one per method even if ``models`` is "all"."""
     return contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
 def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
-    """Select the compared rows of a run that contain the metric ``lead``."""
+    """Select the compared rows of one run that have a result for the metric ``lead``."""
     return [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
 
 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
-    """Return the row with the best mean, or None without such a row.
+    """Return the row with the best mean, or None if there is no suitable row.
 
-    Only rows with the most seeds and without a diverged or failed run are compared.
+    Rows with a diverged or failed run are left out, and so are rows with fewer seeds than others.
     """
     sound = [row for row in rows if row.sound and row.result(lead)]
     seeds = {row.title: len(row.figures[lead].finite) for row in sound}
@@ -81,7 +82,10 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def reference(rows: Sequence[Row]) -> str | None:
-    """Return the default baseline: the first method that trains alone, else FedAvg, or None if both are missing."""
+    """Return the default baseline: the first method that trains alone, or else FedAvg.
+
+    Return None if both are missing.
+    """
     first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
 
@@ -92,13 +96,13 @@ def _rank(row: Row, models: Models) -> int:
 
 
 def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
-    """Return for each client the better of local training and FedAvg on validation.
+    """Return a row with the better of local training and FedAvg for each client, chosen on validation data.
 
-    If a run lacks one of them, return None.
+    The result is None if one of the two was not run.
 
     Args:
-        run: run with the clients' results.
-        rows: rows of the run.
+        run: run that contains both methods.
+        rows: rows of this run.
     """
     local = next((row for row in rows if (row.role, row.model) == ("alone", "personal")), None)
     shared = next((row for row in rows if (row.role, row.model) == ("average", "global")), None)
@@ -129,9 +133,9 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
 
 
 def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
-    """Return a mask of the clients for which the shared model is strictly better on the part used for choosing ``[n]``.
+    """Return a mask ``[n]`` of the clients for which the shared model is strictly better on the choosing part.
 
-    None if it was not recorded.
+    The result is None if these scores were not recorded.
     """
     part = run.summary.select_on
     names = {key.metric for key in run.series if (key.method, key.seed, key.part) == (local.method, seed, part)}
@@ -147,13 +151,16 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
 
 
 def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
-    """Return the clients' values after the last evaluated round, or None without values."""
+    """Return the clients' values after the last evaluated round, or None if there are none."""
     points = run.benign(Key(row.method, seed, row.model, part, name))
     return None if points is None or not len(points.round) else points.select(points.round == points.round[-1])
 
 
 def same(one: Row, other: Row) -> bool:
-    """Return True if two rows show the same models: every common metric, except costs, is equal with every seed."""
+    """Return True if two rows describe the same models.
+
+    All metrics that they share, except costs, are then equal for every seed.
+    """
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
     return results and all(_equal(one.figures[name], other.figures[name]) for name in names)
@@ -166,7 +173,7 @@ def _equal(one: Estimate, other: Estimate) -> bool:
 
 
 def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
-    """Return, for each position, the first position whose row shows the same models."""
+    """Return, for each position, the first position with a row that describes the same models."""
     first: dict[int, int] = {}
     for place in places:
         first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)

@@ -1,8 +1,8 @@
-"""Choice of the winner for each criterion, with its certainty.
+"""Criteria of a comparison: which method wins by each criterion, and how certain this is.
 
-Methods are compared seed by seed (same seed, same data split): the leader is compared with every row of other methods,
-as one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, nothing is decided,
-because so few numbers cannot show their spread.
+Methods are compared seed by seed, with the same seed and data split. The leader is compared with the rows of all other
+methods in one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, no
+difference is tested, because so few values do not show how much they vary.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, curve,
 from fedloom.lab.report.run import Key, Run
 
 TARGET_SHARE = 0.95
-"""Share of the best result that is used as the common target for costs."""
+"""Fraction of the best result that serves as the common target when costs are compared."""
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """Question that has a winner.
+    """Criterion by which one of the rows wins.
 
     Attributes:
-        figure: name in ``values``, e.g. ``accuracy/worst10``.
-        values: metric of each row that contains it, by index of the row.
-        higher: True if larger values are better.
+        figure: name of the metric, e.g. ``accuracy/worst10``.
+        values: metric of each row that has it, keyed by the index of the row.
+        higher: True if higher values are better.
     """
 
     figure: str
@@ -45,21 +45,22 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Winner:
-    """Leader in a criterion.
+    """Winner by one criterion.
 
     Attributes:
-        row: index of the leader. None if no rows could be compared.
-        rivals: rows of other methods that the leader does not beat significantly, nearest first.
-        equals: rows of other methods that show the same models and are therefore not rivals.
-        runner_up: best row of another method.
-        lead: mean lead over the runner-up over common seeds, in the units of the criterion (before scaling), positive.
-            If `is_ratio` is true, it is the logarithm of their ratio.
-        half: half width of the interval on which the decision is based. NaN with fewer than two common seeds.
-        provisional: True if some runs are unfinished.
-        seeds: number of common seeds of the leader and the runner-up.
-        decidable: True if there were enough common seeds to test.
-        excluded: True if some other methods are not compared because they lack a result, or lack a result for some
-            seed.
+        row: index of the winner. None if no rows could be compared.
+        rivals: indices of rows of other methods that are not significantly worse, nearest first.
+        equals: indices of rows of other methods that describe the same models. Such rows are not treated as rivals.
+        runner_up: index of the best row of another method.
+        lead: mean difference from the runner-up over the seeds that both have. The lead is positive and in the units of
+            the criterion, before scaling. For metrics that are compared as ratios (`is_ratio`), the lead is the
+            logarithm of the ratio.
+        half: half-width of the confidence interval on which the test is based. NaN if there are fewer than two common
+            seeds.
+        provisional: True if some runs have not finished.
+        seeds: number of seeds that the winner and the runner-up have in common.
+        decidable: True if there were enough common seeds for a test.
+        excluded: True if some methods could not be compared because they lack results.
     """
 
     criterion: Criterion
@@ -76,7 +77,7 @@ class Winner:
 
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
-    """Return the groups of comparable runs (equal data, partition and attack) with their labels and rows."""
+    """Group comparable runs (with equal data, partition and attack), and return each group's label, runs and rows."""
     groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
         options = run.options
@@ -89,19 +90,19 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
 
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
-    """Return the winner of each criterion that can be decided with the recorded metrics."""
+    """Return the winner by each criterion for which metrics are recorded."""
     ratio = max((run.ratio for run in runs), default=0.0)
     return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
 
 
 class Marks(NamedTuple):
-    """Rows that a table marks in a column: the best rows, and the rows that are not significantly worse."""
+    """Rows that a table highlights in one column: the best rows, and rows that are not significantly worse."""
 
     best: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
 
     def shift(self, by: int) -> Marks:
-        """Return the marks shifted to rows further down."""
+        """Return the marks for rows that are shifted down by a number of rows."""
         return Marks(*(frozenset(place + by for place in places) for places in self))
 
     @staticmethod
@@ -111,9 +112,11 @@ class Marks(NamedTuple):
 
 
 def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
-    """Return the marks of each column that has a better direction, except costs. Each column is one family of tests.
+    """Return the marks for each column in which one direction is better, except costs.
 
-    ``ratio`` corrects the tests as in `family`.
+    Each column is one family of tests.
+
+    ``ratio`` corrects the tests as described in `family`.
     """
     marks_of_columns: dict[str, Marks] = {}
     for name in columns:
@@ -130,7 +133,7 @@ def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[s
 
 
 def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
-    """Return a metric for each row that contains it, by the row's position."""
+    """Return a metric of each row that has it, keyed by the index of the row."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
@@ -166,17 +169,17 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 
 
 def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """Return 95 % of the best mean result of completed methods (the best over 95 % if smaller is better).
+    """Return the target: 95 % of the best mean result, or the best result divided by 0.95 if smaller values are better.
 
-    One row per method counts, regardless of which rows are shown. If no method ran to its end, the methods that are
-    still running count. A row without a method does not count, because its work is unknown. The target is NaN without
-    such rows, or if the best result is not above 0.
+    Only one row per method is used, regardless of which rows are shown. If no method has finished, the methods that are
+    still running are used. Rows that do not belong to a method are not used, because their cost is unknown. The target
+    is NaN if no rows are left or the best result is not above 0.
 
     Args:
         runs: runs with equal data, partition and attack.
         rows: rows of these runs.
-        lead: metric of the result.
-        models: which row of a method counts.
+        lead: metric for which the target is set.
+        models: which row of each method is used.
     """
     methods = [row for row in one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)]
     means = [row.figures[lead].mean for row in [row for row in methods if row.done] or methods]
@@ -187,13 +190,13 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def goal_of(lead: str, target: float) -> str:
-    """Render a target of a metric with its unit."""
+    """Return the target of a metric as text with its unit."""
     shown = metric(lead)
     return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
 
 
 def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """Return the target of a run, which is the common target of all comparable runs."""
+    """Return the target of a run, which it shares with all comparable runs."""
     own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
     return common_target(own_runs, own_rows, lead, models)
 
@@ -201,8 +204,8 @@ def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Mod
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
     """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` needed to reach a target.
 
-    The mean over clients must reach the target. Rows that miss the target with any seed are omitted. If a model meets
-    the target before the first round, the result is empty.
+    The target is reached when the mean over clients reaches it. Rows that do not reach the target with every seed are
+    left out. If any model already meets the target before the first round, the result is empty.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
@@ -223,9 +226,9 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
 
 
 def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
-    """Return the work or traffic spent up to every recorded round.
+    """Return the total work, traffic or time spent up to each recorded round.
 
-    ``bytes`` counts both directions, and ``seconds`` the duration of the rounds.
+    ``bytes`` is the traffic in both directions, and ``seconds`` is the duration of the rounds.
     """
     if cost == "seconds":
         spent = run.seconds.get((method, seed))
@@ -239,21 +242,21 @@ def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
 
 
 def round_of(result: Curve, target: float, higher: bool) -> int | None:
-    """Return the first recorded round at which a result reaches a target, or None if it never does."""
+    """Return the first recorded round in which a result reaches the target, or None if it never does."""
     reached = result.value >= target if higher else result.value <= target
     return int(result.round[np.argmax(reached)]) if reached.any() else None
 
 
 def up_to(total: Curve, round: int) -> float:
-    """Return the amount spent up to a round."""
+    """Return the total that was spent up to a given round."""
     before = np.flatnonzero(total.round <= round)
     return float(total.value[before[-1]]) if len(before) else 0.0
 
 
 def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
-    """Return the best row of a criterion among rows whose seeds all ended well or, provisionally, are still running.
+    """Return the best row by a criterion, among rows whose runs have ended well or are still running (provisionally).
 
-    ``ratio`` corrects the tests as in `family`.
+    ``ratio`` corrects the tests as described in `family`.
     """
     sound = {i: estimate for i, estimate in criterion.values.items() if rows[i].sound}
     if not sound:

@@ -1,4 +1,4 @@
-"""Metrics by device class: the results of its clients, their uploads, and the time to a common target."""
+"""Results by class of devices: the metrics of its clients, their uploads, and the time to reach a common target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_sh
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render an HTML table for each run whose clients use devices of several classes."""
+    """Render an HTML table for each run whose clients have devices of several classes."""
     text, shown = "", figure(lead)
     for run in runs:
         by_class, lines = [*_figures(run, runs, rows, lead, models)], []
@@ -57,7 +57,10 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render the metrics of each class as CSV, with unscaled means over seeds. Unknown values are empty."""
+    """Render the metrics of each device class as CSV, with means over seeds that are not scaled.
+
+    Values that are unknown are left empty.
+    """
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
         for run in runs
@@ -69,9 +72,9 @@ def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "b
 def _figures(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
-    """Yield each compared row and class with the common target and the metrics.
+    """Yield each compared row with each of its device classes, the common target and the metrics of the class.
 
-    Methods with a single class are omitted.
+    Methods with a single device class are left out.
     """
     compared = contenders_of(run, runs, rows, lead)
     target = target_of(run, runs, rows, lead, models)
@@ -85,7 +88,7 @@ def _figures(
 
 
 def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target: float) -> dict[str, float]:
-    """Return the metrics of a class in one run, or {} if all its clients lack a result."""
+    """Return the metrics of a device class in one run, or {} if none of its clients has a result."""
     scores = run.benign(Key(row.method, seed, row.model, "test", lead))
     classes = run.series.get(Key(row.method, seed, "", "", "device_class"))
     if scores is None or classes is None or seed in row.lost:

@@ -1,15 +1,15 @@
-"""Family of paired tests: differences over common seeds, Holm's correction, verdicts, and matching intervals.
+"""Family of paired tests: differences over common seeds, Holm's correction, verdicts, and intervals that match them.
 
-All comparisons on one page, card or table belong to one family. A difference is tested by a paired t test on its values
-by seed. Holm's step-down procedure (`holm`) keeps the chance of any false claim in the family at 5 % or less. The
-interval of a difference uses the level of the step at which Holm's procedure decides about the difference. The interval
-therefore excludes 0 exactly if the difference is significant. A comparison with fewer than five common seeds is not
-tested and does not belong to the family. If, with some seeds, the runs of both methods only repeat their runs with
-another seed, these seeds count once.
+All comparisons on one page, model card or table form one family. Each difference is tested by a paired t-test on its
+values, one per seed. Holm's step-down procedure (`holm`) keeps the probability of any false claim in the family at 5 %
+or less. The interval of a difference is computed at the level that Holm's procedure applies to it. The interval
+therefore excludes 0 if and only if the difference is significant. A comparison with fewer than five common seeds is not
+tested and is not part of the family. If the runs of both methods with some seeds merely repeat their runs with another
+seed, these seeds count as one.
 
-If every seed splits the same samples again, the results of the seeds depend on each other. If the ratio of test to
-training samples is given, the variance is corrected as by Nadeau and Bengio, and a verdict is about new samples from
-the same source. Without this ratio, a verdict is about the same samples with other seeds.
+If every seed splits the same samples in a new way, the results of different seeds are not independent. If the ratio of
+test to training samples is given, the variance is corrected as by Nadeau and Bengio. The verdict then applies to new
+samples from the same source. Without this ratio, the verdict applies to the same samples with other seeds.
 
 Reference: C. Nadeau, Y. Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003, Section 4.
 """
@@ -29,16 +29,19 @@ from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, half_width
 Name = TypeVar("Name", bound=Hashable)
 
 FAMILY_ERROR_LEVEL = 0.05
-"""Probability of any false claim in a family."""
+"""Maximum probability of any false claim in a family."""
 MODERATED_LEVEL = 0.025
-"""Nominal level of a family of moderated tests. At a nominal 5 %, moderated tests reject 7.0 % of the sign-flip nulls
-of the recorded map (19 of 270). If methods collapse with some seeds, the distribution has a heavier tail than the
-prior. At a nominal 2.5 %, they reject 2.6 % of all nulls, and 3 of the 60 nulls in the four setups in which methods
-collapse."""
+"""Nominal level for a family of moderated tests. At a nominal level of 5 %, moderated tests reject 7.0 % of the true
+null hypotheses that were created by flipping signs in the recorded map (19 of 270). If methods collapse with some
+seeds, the distribution has heavier tails than the prior assumes. At a nominal level of 2.5 %, they reject 2.6 % of all
+these null hypotheses, and 3 of the 60 in the four setups in which methods collapse."""
 
 
 class PairVerdict(StrEnum):
-    """Outcomes of a comparison of two methods. If a comparison is not tested, there is a reason (`untested_reason`)."""
+    """Verdicts on the comparison of two methods.
+
+    If a comparison is not tested, `untested_reason` returns the reason.
+    """
 
     BETTER = "better"
     WORSE = "worse"
@@ -48,15 +51,15 @@ class PairVerdict(StrEnum):
 
 
 class TestedDifference(NamedTuple):
-    """Difference that belongs to a family.
+    """Difference between two methods, tested as part of a family.
 
     Attributes:
-        mean: mean over the common seeds. NaN without common seeds.
-        half: half width of its interval, at the level on which the decision is based, or of the 95 % interval if the
-            difference is not tested. NaN with fewer than two seeds.
-        p: two-sided p value of its t test. NaN if it is not tested.
-        holm: p value adjusted by Holm's procedure for the family.
-        significant: True if Holm's procedure rejects the hypothesis of no difference.
+        mean: mean difference over the common seeds. NaN if there are no common seeds.
+        half: half-width of the confidence interval on which the verdict is based, or of the 95 % interval if the
+            difference is not tested. NaN if there are fewer than two seeds.
+        p: two-sided p-value of the t-test. NaN if the difference is not tested.
+        holm: p-value adjusted by Holm's procedure for all tests of the family.
+        significant: True if Holm's procedure rejects the hypothesis that there is no difference.
         seeds: number of common seeds.
     """
 
@@ -73,18 +76,18 @@ class TestedDifference(NamedTuple):
         return self.seeds >= MIN_SEEDS
 
     def __neg__(self) -> TestedDifference:
-        """Return the comparison in the opposite direction."""
+        """Return the comparison with the two methods exchanged."""
         return self._replace(mean=-self.mean)
 
 
 def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
-    """Return the verdict of a comparison, based on its printed interval.
+    """Return the verdict on a comparison, based on the interval that is printed.
 
     Args:
-        comparison: first value minus second value. None if both show the same models.
-        higher: True if larger values are better.
-        margin: largest difference that does not matter, in the units of the comparison, above 0. None: no margin is
-            stated, and no comparison is equivalent.
+        comparison: difference of the first value minus the second value. None if both rows describe the same models.
+        higher: True if higher values are better.
+        margin: largest difference that does not matter in practice, in the units of the comparison, above 0. None: no
+            comparison is called equivalent.
 
     >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
     <PairVerdict.EQUIVALENT: 'equivalent'>
@@ -100,29 +103,32 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
 
 
 def untested_reason(comparison: TestedDifference | None) -> str:
-    """Return the reason why a comparison is not tested. The text is empty if the comparison is tested."""
+    """Return the reason why a comparison is not tested. The text is empty if it is tested."""
     if comparison is None:
         return "same models"
     return "" if comparison.testable else "fewer than five seeds"
 
 
 def scope(ratio: float) -> str:
-    """Return the sentence about the scope of verdicts, which depends on the ratio of `family`."""
+    """Return the sentence that states which samples a verdict applies to.
+
+    The scope depends on ``ratio``, as in `family`.
+    """
     if ratio:
         return "Verdicts hold for new samples from the same source (Nadeau and Bengio's correction)."
     return "Verdicts hold for these samples, with other seeds."
 
 
 def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
-    """Return the difference between two metrics by common seed.
+    """Return the difference between two metrics for each common seed.
 
-    If both metrics repeat some seeds, only the first of these seeds counts.
+    If both metrics repeat their values for some seeds, only the first of these seeds is included.
 
     Args:
-        one: figure by seed.
-        other: metric by seed that is subtracted.
-        log: True to return the logarithms of the ratios instead. Two zeros are equal. If only one value is zero, the
-            logarithm is infinite.
+        one: metric from which the other is subtracted.
+        other: metric that is subtracted.
+        log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
+            0. The logarithm is infinite if only one of the values is 0.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -134,7 +140,10 @@ def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[in
 
 
 def log_ratio(one: float, other: float) -> float:
-    """Return the logarithm of ``one`` over ``other``: 0 if they are equal, infinite if one of them is 0 or below."""
+    """Return the logarithm of ``one / other``.
+
+    The result is 0 if both values are equal, and infinite if one of them is 0 or less.
+    """
     if one == other:
         return 0.0
     if one <= 0 or other <= 0:
@@ -145,13 +154,13 @@ def log_ratio(one: float, other: float) -> float:
 def family(
     members: Mapping[Name, Mapping[int, float]], *, ratio: float | Mapping[Name, float] = 0.0, moderate: bool = False
 ) -> dict[Name, TestedDifference]:
-    """Test every difference of a family.
+    """Test all differences of a family.
 
     Args:
-        members: differences by seed, by the name of the comparison.
-        ratio: test samples per training sample if every seed splits the same samples again, for all members or by name.
-            0: no correction, for verdicts about these samples.
-        moderate: True to shrink the variances of the members towards a common variance (`fit_prior`), at
+        members: differences keyed by seed, keyed by the name of the comparison.
+        ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
+            same samples in a new way. 0: no correction is made, and the verdicts apply to these samples.
+        moderate: True to shrink the variances of the members towards a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
     values = {name: np.array([*by_seed.values()]) for name, by_seed in members.items()}
@@ -180,18 +189,18 @@ def family(
 
 
 def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
-    """Return the prior for the variances of differences by seed.
+    """Fit the common prior for the variances of differences over seeds.
 
-    None if too few members differ from 0 to fit a prior.
+    The result is None if too few members contain differences other than 0.
     """
     varied = [one for one in members if np.any(one) and np.isfinite(one).all()]
     return fit_prior([float(one.var(ddof=1)) for one in varied], [len(one) - 1 for one in varied])
 
 
 def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
-    """Return the two-sided p value of the mean of ``[k]``.
+    """Return the two-sided p-value for the mean of ``values [k]``.
 
-    Without a prior, equal values have p = 0 unless they are all 0.
+    Without a prior, values that are all equal have p = 0, or p = 1 if they are all 0.
     """
     if values.max() == values.min() and (prior is None or not values[0] or math.isinf(values[0])):
         return 0.0 if values[0] else 1.0
@@ -204,7 +213,7 @@ def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
 
 
 def _half(values: np.ndarray, level: float, prior: Prior | None) -> float:
-    """Return the half width of the interval of the mean of ``[k]`` at ``1 - level``."""
+    """Return the half-width of the confidence interval of the mean of ``values [k]``, with coverage ``1 - level``."""
     if not np.isfinite(values).all():
         return 0.0 if values.max() == values.min() else math.inf
     if prior is None:
@@ -216,7 +225,7 @@ def _half(values: np.ndarray, level: float, prior: Prior | None) -> float:
 
 
 def _error(values: np.ndarray, prior: Prior | None) -> tuple[float, float]:
-    """Return the standard error of the mean of ``[k]`` and its degrees of freedom."""
+    """Return the standard error of the mean of ``values [k]``, and its degrees of freedom."""
     variance, degrees = float(values.var(ddof=1)), float(len(values) - 1)
     if prior is not None:
         variance, degrees = prior.posterior(variance, degrees)
@@ -226,8 +235,8 @@ def _error(values: np.ndarray, prior: Prior | None) -> tuple[float, float]:
 def holm(p: Sequence[float]) -> list[float]:
     """Adjust p-values ``[m]`` by Holm's step-down procedure (Holm, Scand. J. Statist. 1979).
 
-    The adjusted value of the k-th smallest is the largest of (m - j + 1) p_j over j <= k, at most 1. A hypothesis is
-    rejected if its adjusted p value is at most the level of the family.
+    The adjusted value of the k-th smallest p-value is the maximum of (m - j + 1) p_j over j <= k, but at most 1. A
+    hypothesis is rejected if its adjusted p-value does not exceed the level of the family.
     """
     order = sorted(range(len(p)), key=p.__getitem__)
     adjusted, largest = [0.0] * len(p), 0.0

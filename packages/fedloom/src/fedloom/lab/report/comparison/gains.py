@@ -1,4 +1,4 @@
-"""Comparison of each named site alone and together, with a paired interval of the difference."""
+"""Gains: comparison of each named site's local model with the federated model, with paired intervals."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import BOOKTABS_LINE, cell, decimals, mark_cell, tabular, tex
 
 MAX_LISTED_SITES = 20
-"""Largest number of sites that are listed individually."""
+"""Maximum number of sites that are listed individually."""
 BY_SITE = ("by-column", "natural")
-"""Kinds of partition whose clients are sites, even if their names are numbers."""
+"""Kinds of partition whose clients are real sites, even if their names are numbers."""
 MEAN_ROWS = ("Mean of the sites", "Mean by training samples")
 
 GAINS_TEXT = (
@@ -44,17 +44,18 @@ GAINS_TEXT = (
 
 
 class Gain(NamedTuple):
-    """Line of the table: a site, or a mean over sites.
+    """Line of the table of gains, for one site or for a mean over sites.
 
     Attributes:
         site: name of the site or of the mean.
-        samples: number of training samples with each seed. It is empty if no numbers are recorded.
-        events: number of training samples of the second class with each seed. It is empty unless the task is binary.
-        alone: result of the site's local model by seed.
-        together: result of the federated method by seed.
-        comparison: together minus alone, which is positive if together is better, as a member of the family of all
-            lines.
-        reason: sentence that says why no gain is available. It is empty if there is a gain.
+        samples: number of training samples with each seed. The tuple is empty if the numbers were not recorded.
+        events: number of training samples of the second class with each seed. The tuple is empty unless the task has
+            two classes.
+        alone: result of the site's local model, keyed by seed.
+        together: result of the federated method, keyed by seed.
+        comparison: result of the federated method minus that of the local model, with the sign chosen so that a
+            positive value favors the federated method. All lines of the table form one family of tests.
+        reason: sentence that states why there is no gain. The sentence is empty if there is a gain.
     """
 
     site: str
@@ -67,25 +68,25 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict on together against alone."""
+        """Verdict on the federated method compared with the local model."""
         return pair_verdict(self.comparison, higher=True)
 
     @property
     def words(self) -> str:
-        """Verdict, with the reason if it is not tested."""
+        """Verdict, followed by the reason if the difference is not tested."""
         reason = untested_reason(self.comparison) if self.comparison.seeds else "no result"
         return f"{self.verdict} ({reason})" if reason else str(self.verdict)
 
 
 class SiteGains(NamedTuple):
-    """Gains of a run.
+    """Table of the gains at all sites of a run.
 
     Attributes:
-        run: label of the run, empty if there is only one run.
+        run: label of the run. The label is empty if there is only one run.
         metric: name of the leading metric.
-        alone: row of the method that trains alone.
+        alone: row of the method that trains local models.
         together: row of the federated method with the best mean.
-        lines: one gain per site, followed by the means over sites.
+        lines: one line per site, followed by the means over sites.
     """
 
     run: str
@@ -96,11 +97,11 @@ class SiteGains(NamedTuple):
 
 
 def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
-    """Return a table for each run with few sites, a method that trains alone, and a federated method.
+    """Return a table for each run that has few sites, a method that trains local models, and a federated method.
 
     Args:
-        runs: runs of the rows.
-        rows: all models of all methods.
+        runs: runs that the rows belong to.
+        rows: rows of the results table, one for each model of each method.
         lead: metric that is compared.
     """
     tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run))
@@ -139,7 +140,7 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
 
 
 def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
-    """Return the row of the federated method with the best mean (`best_row`), or None without a federated method.
+    """Return the row of the federated method with the best mean (see `best_row`), or None if there is no such method.
 
     Args:
         rows: one row of each method.
@@ -149,12 +150,12 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
 
 
 def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
-    """Return a run's federated method with the best mean, or None without a federated method."""
+    """Return the federated method with the best mean in a run, or None if there is no such method."""
     return federated_leader(contenders_of(run, runs, rows, lead), lead)
 
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
-    """Return the clients' values ``[n]`` at the last round for each seed, NaN if a value is missing."""
+    """Return the clients' values ``[n]`` in the last round, keyed by seed. Missing values are NaN."""
     values, count = {}, run.clients
     for record in row.records:
         points = None if record.lost else last_points(run, row, record.seed, "test", name)
@@ -165,14 +166,17 @@ def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
 
 
 def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
-    """Return the value of the client at a given position for each seed."""
+    """Return the values of one client, given its index, for all seeds."""
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
 def _means(
     run: Run, alone: dict[int, Numbers], together: dict[int, Numbers], *, weigh: bool
 ) -> tuple[Estimate, Estimate]:
-    """Return means over the sites with both results for a seed, unweighted or weighted by training samples."""
+    """Return both means over the sites that have both results, for each seed.
+
+    The means may be weighted by training samples.
+    """
     means: tuple[dict[int, float], dict[int, float]] = {}, {}
     for seed in alone.keys() & together.keys():
         both = np.isfinite(alone[seed]) & np.isfinite(together[seed])
@@ -185,7 +189,7 @@ def _means(
 
 
 def _counts(run: Run, place: int | None, lead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the training samples and events of a site, or of all sites, with each seed."""
+    """Return the numbers of training samples and of events at a site, or at all sites, for each seed."""
     parts = [*run.partitions.values()]
     chosen = slice(None) if place is None else slice(place, place + 1)
     binary = lead == "auroc" and all(part.counts.shape[1] == 2 for part in parts)
@@ -220,7 +224,7 @@ def _reason(
 
 
 def _span(values: tuple[int, ...]) -> str:
-    """Render the smallest and the largest of several counts.
+    """Return text with the smallest and the largest of several counts.
 
     >>> _span((16, 17, 16)), _span((1, 1)), _span(())
     ('16 to 17', '1', '–')
@@ -230,7 +234,7 @@ def _span(values: tuple[int, ...]) -> str:
 
 
 def gains_csv(tables: Sequence[SiteGains]) -> str:
-    """Render the gains as CSV, unrounded and unscaled. Unknown values are empty."""
+    """Render the gains as CSV, neither rounded nor scaled. Values that are unknown are left empty."""
     records = [_record(table, line) for table in tables for line in table.lines]
     return csv_of(list(records[0]), records) if records else ""
 
@@ -252,7 +256,7 @@ def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
 
 
 def gains_html(tables: Sequence[SiteGains]) -> str:
-    """Render the gains as HTML tables, each followed by the sites without a result."""
+    """Render the gains as HTML tables. Each table is followed by the reasons why sites have no result."""
     text = ""
     for table in tables:
         lines = [_words(table, line) for line in table.lines]
@@ -271,7 +275,7 @@ def _heads(table: SiteGains) -> list[str]:
 
 
 def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
-    """Render alone, together and gain, each with the half width of its interval."""
+    """Render the two results and the gain, each with the half-width of its interval."""
     scale = figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
     gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (UNKNOWN_DASH, "")
@@ -284,7 +288,10 @@ def _words(table: SiteGains, line: Gain) -> list[str]:
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
-    """Render the gains as LaTeX, a tabular per run (package booktabs). Sites that gain are printed in bold."""
+    """Render the gains as LaTeX, with one tabular per run (package booktabs).
+
+    Gains of sites at which the federated method is better are printed in bold.
+    """
     text = [BOOKTABS_LINE]
     for table in tables:
         words = tex(f"{caption}, {table.run}" if table.run else caption) + (

@@ -1,9 +1,11 @@
-"""Moderated t tests for few seeds and many comparisons. Their variances are shrunk towards a common variance.
+"""Moderated t-tests, for many comparisons with few seeds each.
 
-With five seeds, a variance has four degrees of freedom, and Holm's first step over 56 methods needs a t value of 12.
-The variances of all methods in a setup together show how large such a variance typically is: s0^2, worth d0 degrees of
-freedom. The variance of a comparison becomes (d0 s0^2 + d s^2) / (d0 + d), and its t test uses d0 + d degrees of
-freedom.
+Each variance is shrunk towards a variance that all comparisons have in common.
+
+With five seeds, a variance has four degrees of freedom, and in the first step of Holm's procedure over 56 methods, a t
+value of 12 is needed. Together, the variances of all methods in a setup show how large such a variance typically is.
+The typical variance s0^2 is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d degrees
+of freedom is replaced by (d0 s0^2 + d s^2) / (d0 + d), and its t-test uses d0 + d degrees of freedom.
 
 Reference: G. K. Smyth, "Linear Models and Empirical Bayes Methods for Assessing Differential Expression in Microarray
 Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as implemented by limma's ``squeezeVar``.
@@ -18,20 +20,20 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_SHARE = 1e-5
-"""Smallest variance used in the fit, as a share of the median variance, as in limma. Otherwise a logarithm of 0 would
-dominate the fit."""
+"""Minimum variance that is used in the fit, as a fraction of the median variance, as in limma. Without it, the
+logarithm of a variance near 0 would dominate the fit."""
 MOST_SEEDS = 10_000
-"""Largest number of seeds in a plan."""
+"""Maximum number of seeds that is considered in a plan."""
 
 
 class Prior(NamedTuple):
-    """Common prior of variances.
+    """Prior distribution that the variances of all comparisons share.
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
-        degrees: d0, from 0 to infinity: number of degrees of freedom that the prior is worth.
-        most: residual degrees of freedom of all variances together. The degrees of freedom of a variance cannot exceed
-            this number.
+        degrees: d0, the number of degrees of freedom that the prior is worth, from 0 to infinity.
+        most: sum of the residual degrees of freedom of all variances. A shrunken variance cannot have more degrees of
+            freedom than this.
     """
 
     variance: float
@@ -39,7 +41,7 @@ class Prior(NamedTuple):
     most: float
 
     def posterior(self, variance: float, degrees: float) -> tuple[float, float]:
-        """Return the shrunken variance of one comparison and its degrees of freedom."""
+        """Return the shrunken variance of one comparison, and its degrees of freedom."""
         if math.isinf(self.degrees):
             return self.variance, self.most
         together = self.degrees + degrees
@@ -47,13 +49,13 @@ class Prior(NamedTuple):
 
 
 def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | None:
-    """Return the prior of variances by the moments of their logarithms (Smyth, Section 6.2).
+    """Fit the prior of variances by the moments of their logarithms (Smyth, Section 6.2).
 
-    None for fewer than three variances.
+    The result is None for fewer than three variances, or if all of them are 0.
 
     Args:
-        variances: s^2 of every comparison, at least one above 0.
-        degrees: d of each comparison.
+        variances: variance s^2 of every comparison.
+        degrees: degrees of freedom d of every comparison.
     """
     if len(variances) < 3 or not any(variances):  # the spread of two logarithms is no estimate
         return None
@@ -70,7 +72,7 @@ def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | Non
 
 
 def _inverse_trigamma(y: float) -> float:
-    """Return x with trigamma(x) = y > 0, computed by Newton's method on 1 / trigamma (Smyth, Appendix)."""
+    """Solve trigamma(x) = y for x, where y > 0, by Newton's method on 1 / trigamma (Smyth, Appendix)."""
     from scipy.special import polygamma
 
     x = 0.5 + 1 / y
@@ -84,15 +86,15 @@ def _inverse_trigamma(y: float) -> float:
 
 
 def seeds_for(difference: float, prior: Prior, level: float, power: float) -> int:
-    """Return the number of seeds needed to show a difference with a given probability.
+    """Return the number of seeds with which a difference would be significant with a given probability.
 
-    The spread is assumed to be the common spread. The number is at most `MOST_SEEDS`.
+    The variance over seeds is taken to be that of the prior. The result is at most `MOST_SEEDS`.
 
     Args:
-        difference: difference to show, above 0.
-        prior: prior of the variances. No observed difference is used in the plan.
-        level: level of the two-sided test.
-        power: probability of showing the difference, below 1.
+        difference: size of the difference to detect, above 0.
+        prior: prior of the variances. The plan does not use any observed difference.
+        level: significance level of the two-sided test.
+        power: required probability of detecting the difference, below 1.
     """
     low, high = 2, MOST_SEEDS
     while low < high:

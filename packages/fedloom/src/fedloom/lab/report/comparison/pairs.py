@@ -1,4 +1,4 @@
-"""Comparison of each method with a reference: differences, intervals and p values, as CSV, LaTeX and HTML."""
+"""Comparison of each method with a baseline: differences, intervals and p-values, as CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ PAIR_HEADINGS = ("Method", "Model", "Mean", "Against", "Difference", "p", "Holm 
 
 
 class Pair(NamedTuple):
-    """Method and its reference.
+    """Comparison of a method with the baseline.
 
     Attributes:
         row: row of the method.
-        reference: row with which the method is compared.
-        figure: name of the compared figure in ``Row.figures``.
-        comparison: method minus reference, a member of the family of all methods, or the logarithm of their ratio if
-            `is_ratio` is true. None if both show the same models.
-        margin: largest difference that does not matter, in the units of the comparison. None: no margin is stated.
-        ratio: test samples per training sample with which the test is corrected (see `family`).
+        reference: row of the baseline.
+        figure: name of the metric that is compared, a key of ``Row.figures``.
+        comparison: metric of the method minus that of the baseline, or the logarithm of their ratio for metrics that
+            are compared as ratios (`is_ratio`). All methods form one family of tests. None if both rows describe the
+            same models.
+        margin: largest difference that does not matter in practice, in the units of the comparison. None if no margin
+            was given.
+        ratio: number of test samples per training sample by which the test is corrected (see `family`).
     """
 
     row: Row
@@ -54,22 +56,22 @@ class Pair(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict on the method."""
+        """Verdict on the method compared with the baseline."""
         return pair_verdict(self.comparison, higher=bool(figure(self.figure).higher), margin=self.margin)
 
     @property
     def reason(self) -> str:
-        """Reason why the pair is not tested. It is empty if the pair is tested."""
+        """Reason why the difference is not tested. The reason is empty if the difference is tested."""
         return untested_reason(self.comparison)
 
     @property
     def words(self) -> str:
-        """Verdict, with the reason if the pair is not tested, and a remark on runs without a result."""
+        """Verdict, followed by the reason if the difference is not tested and by a remark if runs have no result."""
         reason = f" ({self.reason})" if self.reason else ""
         return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
 
     def record(self) -> dict[str, Any]:
-        """Return the pair as plain values, unrounded and unscaled, with None for missing values."""
+        """Return the comparison as plain values, neither rounded nor scaled. Missing values are None."""
         comparison = self.comparison
         half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
         numbers = {
@@ -91,22 +93,25 @@ def pairs(
     runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
     name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
-    """Return a pair for each method and a reference, best method first.
+    """Compare each method with a baseline, and return the comparisons with the best method first.
 
-    Runs with different data or attacks form separate families.
+    Runs with different data or attacks form separate families of tests.
 
     Args:
-        runs: runs of the rows.
-        rows: all models of all methods.
-        baseline: label of the reference, such as ``local``. With several runs, it may name the method of a run, such as
-            ``local · run``. None: `reference` is used for each family, and families without a reference are omitted.
-        models: which rows of a method are compared.
-        name: name of the compared figure, such as ``accuracy`` or ``accuracy/worst10``. None: the leading metric.
-        margin: largest difference that does not matter, in the figure's units (0.01 of an accuracy is a point). For a
-            ratio it is the logarithm. None: no margin is stated.
+        runs: runs that the rows belong to.
+        rows: rows of the results table, one for each model of each method.
+        baseline: label of the baseline, such as ``local``. If there are several runs, it may also name a method of one
+            run, such as ``local · run``. None: the default baseline of each group of runs is used (see `reference`),
+            and groups without one are left out.
+        models: which of a method's models is compared.
+        name: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. None: the leading
+            metric is compared.
+        margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
+            point of accuracy). For metrics that are compared as ratios, the margin is the logarithm of the largest
+            ratio that does not matter. None: no methods are called equivalent.
 
     Raises:
-        ConfigError: the method does not exist, or lacks the metric.
+        ConfigError: the method does not exist, or no row has the metric.
     """
     lead = name or leading_metric(runs)
     comparisons: list[Pair] = []
@@ -138,7 +143,7 @@ def _family(shown: list[Row], base: Row, lead: str, runs: list[Run], margin: flo
 
 
 def checked_margin(margin: object) -> float | None:
-    """Return a margin after checking it, or None without a margin.
+    """Check a margin and return it as a number, or None if no margin is given.
 
     Raises:
         ConfigError: the margin is not a number above 0.
@@ -154,13 +159,16 @@ def checked_margin(margin: object) -> float | None:
 
 
 def pairs_csv(comparisons: Sequence[Pair]) -> str:
-    """Render the pairs as CSV. Unknown values are empty."""
+    """Render the comparisons as CSV. Values that are unknown are left empty."""
     records = [pair.record() for pair in comparisons]
     return csv_of(list(records[0]), records) if records else ""
 
 
 def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
-    """Render the pairs as LaTeX (package booktabs). Pairs that are better than the reference are printed in bold."""
+    """Render the comparisons as LaTeX (package booktabs).
+
+    Methods that are better than the baseline are printed in bold.
+    """
     lead = comparisons[0].figure if comparisons else ""
     baseline = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     unit = "points" if figure(lead).scale == 100 and not is_ratio(lead) else ""
@@ -188,7 +196,7 @@ def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
 
 
 def pairs_html(comparisons: Sequence[Pair]) -> str:
-    """Render the pairs as an HTML table."""
+    """Render the comparisons as an HTML table."""
     lines = []
     for pair in comparisons:
         mean, gap, p, holm = _numbers(pair)
@@ -199,7 +207,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
 
 
 def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
-    """Render mean and difference, each with the half width of its interval, p, and p by Holm."""
+    """Render the mean and the difference, each with the half-width of its interval, the p-value, and Holm's p-value."""
     one = pair.comparison
     mean = cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:

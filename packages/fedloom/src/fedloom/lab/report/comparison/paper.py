@@ -1,4 +1,7 @@
-"""Result table for a paper: at most one row per method, marked if it is the best or not significantly worse."""
+"""Table of results for a paper, with at most one row per method.
+
+The best rows and those not significantly worse are marked.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from fedloom.lab.report.tables import latex, printed
 def results_latex(
     runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "best-on-validation"
 ) -> str:
-    """Render the result table as LaTeX, see `latex`.
+    """Render the table of results as LaTeX (see `latex`).
 
-    It contains at most one row per method unless all models are requested.
+    The table contains at most one row per method unless ``models`` is "all".
     """
     shown: list[Row] = []
     places: dict[str, list[Marks]] = {}
@@ -30,6 +33,6 @@ def results_latex(
 
 
 def title(runs: list[Run]) -> str:
-    """Join the names of the experiments."""
+    """Return the names of the experiments, separated by commas."""
     names = dict.fromkeys(run.summary.name or str(run.options.get("name", run.label)) for run in runs)
     return ", ".join(names)

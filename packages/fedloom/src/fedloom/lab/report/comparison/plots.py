@@ -1,4 +1,4 @@
-"""Figures of a comparison as Altair charts for papers: learning curves, single clients, critical differences."""
+"""Figures of a comparison for papers, as Altair charts: learning curves, individual clients, critical differences."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Run
 
 Blocks = Literal["seeds", "clients"]
-"""Units within which methods are ranked."""
+"""Kind of block within which methods are ranked against each other."""
 MIN_RANKED_METHODS, MIN_RANKED_BLOCKS = 3, 5
 RANK_LEVEL = 0.05
 
 
 class MethodNames:
-    """Return the names of methods in a figure.
+    """Names under which methods appear in a figure.
 
     Args:
-        rows: rows of the methods.
-        labels: name of a method by its label. Only these methods are drawn, in this order. None: all.
+        rows: rows of the results table that the figure may show.
+        labels: names to show, keyed by the label of the method. Only these methods are drawn, in the given order. None:
+            all methods are drawn.
 
     Raises:
         ConfigError: a method does not exist.
@@ -59,7 +60,7 @@ class MethodNames:
 
     @property
     def order(self) -> list[str]:
-        """Return the names in order, each name once."""
+        """Names of the drawn methods in order, without duplicates."""
         return list(dict.fromkeys(self._names.values()))
 
 
@@ -68,10 +69,10 @@ def _tint(order: Sequence[str]) -> Spec:
 
 
 def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: int, height: int) -> Spec:
-    """Build the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
+    """Build a chart with the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
 
     Raises:
-        ConfigError: the axis is unknown, or no method has the metric on it.
+        ConfigError: the axis does not exist, or no method has recorded the metric along this axis.
     """
     if x not in CURVE_AXES:
         raise unknown("axis", x, CURVE_AXES, "curves: x")
@@ -92,10 +93,10 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
 
 
 def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, height: int | None) -> Spec:
-    """Build a chart with a dot per client and method: the client's mean over seeds with its 95 % interval.
+    """Build a chart with a dot for each client and method, which shows the mean over seeds and its 95 % interval.
 
     Raises:
-        ConfigError: no client has the metric.
+        ConfigError: no client has recorded the metric.
     """
     rows: Rows = []
     sites: dict[int, str] = {}
@@ -122,12 +123,12 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
 
 
 def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
-    """Rank the methods in each block that contains all of them, and return the ranks ``[blocks, methods]``.
+    """Rank the methods within each block for which all methods have a result. Return the ranks ``[blocks, methods]``.
 
     The best method has rank 1.
 
     Raises:
-        ConfigError: there are fewer than three methods, or fewer than five blocks.
+        ConfigError: there are fewer than three methods or fewer than five blocks.
     """
     from scipy.stats import rankdata  # slow to import
 
@@ -154,7 +155,7 @@ def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) ->
 
 
 def critical_difference(methods: int, blocks: int) -> float:
-    """Return Nemenyi's critical difference of mean ranks (Demsar, JMLR 7, 2006, Section 3.2.2) at level 0.05."""
+    """Return Nemenyi's critical difference between mean ranks at level 0.05 (Demsar, JMLR 7, 2006, Section 3.2.2)."""
     from scipy.stats import studentized_range  # slow to import
 
     quantile = float(studentized_range.ppf(1 - RANK_LEVEL, methods, np.inf)) / math.sqrt(2)
@@ -162,7 +163,7 @@ def critical_difference(methods: int, blocks: int) -> float:
 
 
 def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
-    """Build a critical-difference diagram: mean ranks, with bars over methods that the test does not separate."""
+    """Build a critical-difference diagram: mean ranks, with bars that join methods the test does not distinguish."""
     ranks = ranks_of(runs, labels, name, blocks)
     mean, limit = ranks.mean(0), critical_difference(ranks.shape[1], len(ranks))
     order = np.argsort(mean, kind="stable")

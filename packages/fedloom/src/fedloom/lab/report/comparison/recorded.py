@@ -1,4 +1,4 @@
-"""Recorded comparison: its tables, tests, LaTeX, charts and report, read from a run directory."""
+"""Recorded comparison: tables, tests, LaTeX, charts and a report, computed from the files of a run directory."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 class RecordedComparison:
-    """Recorded comparison.
+    """Comparison of methods that is read from a run directory.
 
     Args:
-        folder: the run directory.
-        baseline: label of the method with which every other method is compared. None: the first method that trains
-            alone, else FedAvg, else the first method.
+        folder: path of the run directory.
+        baseline: label of the method against which all other methods are tested. None: the baseline is the first method
+            that trains alone, or else FedAvg, or else the first method.
         compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
-        margin: largest difference of the leading metric that does not matter, in the units of the metric (0.01 of an
-            accuracy is one point). Methods whose difference is within the margin are equivalent. None: no margin is
-            stated, and no methods are called equivalent.
+        margin: largest difference of the leading metric that does not matter in practice, in the units of the metric
+            (0.01 is one percentage point of accuracy). Methods are called equivalent if their difference lies within
+            the margin. None: no methods are called equivalent.
 
     Raises:
-        RunDirError: the folder is not a readable run directory.
+        RunDirError: the folder is not a run directory, or cannot be read.
         ConfigError: the method does not exist, or the margin is not a number above 0.
     """
 
@@ -61,23 +61,27 @@ class RecordedComparison:
         self._pairs(self.baseline)
 
     def table(self) -> pa.Table:
-        """Return a row per method: means over seeds, half widths of the 95 % intervals (``_ci95``), status.
+        """Return a table with one row per method: means over seeds, half-widths of 95 % intervals (``_ci95``), status.
 
-        Its columns are the columns of ``results.csv`` (`fedloom.lab.report.result_table`). Hybrid models are shown with
-        their rival: for each client, the better of local training and FedAvg on validation.
+        The table has the same columns as ``results.csv`` (see `fedloom.lab.report.result_table`). If hybrid models are
+        compared, the table also contains their rival: for each client, the better of local training and FedAvg on
+        validation data.
         """
         return arrow(contenders(self._runs, self._rows, self.compare_model))
 
     def significance(
         self, baseline: str | None = None, figure: str | None = None, margin: float | None = None
     ) -> pa.Table:
-        """Return each method against a reference, best method first, as one family of paired tests over seeds.
+        """Test each method against a baseline in one family of paired tests over seeds.
+
+        Return a table with the best method first.
 
         Args:
-            baseline: label of the reference. None: the baseline of the comparison.
-            figure: name of the compared figure, such as ``accuracy`` or ``accuracy/worst10``. None: the leading metric.
-            margin: largest difference in the metric that does not matter. For a metric that is compared by ratios, this
-                is the logarithm of the largest ratio that does not matter.
+            baseline: label of the method to test against. None: the baseline of the comparison.
+            figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. None: the leading
+                metric is compared.
+            margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
+                ratios, the margin is the logarithm of the largest ratio that does not matter.
 
         Returns:
             Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference; for costs
@@ -95,15 +99,17 @@ class RecordedComparison:
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
     def latex(self, columns: Sequence[str] | None = None) -> str:
-        """Render the result table for a paper by method: the best in bold, a dagger if not significantly worse.
+        """Render the results as a LaTeX table for a paper.
+
+        The best method is in bold, and methods that are not significantly worse have a dagger.
 
         Args:
-            columns: names of the columns in `table`. None: up to six columns that suit the task.
+            columns: names of columns in `table`. None: up to six columns that suit the task are chosen.
         """
         return results_latex(self._runs, self._rows, columns, self.compare_model)
 
     def significance_latex(self, baseline: str | None = None) -> str:
-        """Render `significance` for a paper.
+        """Render the result of `significance` as a LaTeX table for a paper.
 
         Raises:
             ConfigError: the method does not exist, or there is no second method.
@@ -113,13 +119,13 @@ class RecordedComparison:
     def report(self, out: Path | str | None = None) -> Path:
         """Write the offline HTML report and return its path.
 
-        A folder next to it contains ``results`` and ``pairs`` as CSV and LaTeX.
+        A folder next to it contains ``results`` and ``pairs`` as CSV and LaTeX files.
 
         Args:
-            out: path of the HTML file. None: ``report.html`` in the comparison's folder.
+            out: path of the HTML file. None: the file is ``report.html`` in the folder of the comparison.
 
         Returns:
-            The HTML file.
+            The path of the HTML file.
         """
         place = self.folder / "report.html" if out is None else place_of(out, "out")
         return write_report(
@@ -132,13 +138,13 @@ class RecordedComparison:
         )
 
     def plot(self, name: str | None = None) -> LayerChart:
-        """Draw the mean of every method with its 95 % interval over seeds, and every seed as a dot.
+        """Draw the mean of every method with its 95 % interval over seeds, and a dot for every seed.
 
         Args:
-            name: name of the figure. None: the leading metric.
+            name: name of the metric. None: the leading metric is drawn.
 
         Raises:
-            ConfigError: the figure does not exist.
+            ConfigError: the metric does not exist.
         """
         chosen = name or self._lead
         estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.compare_model)
@@ -156,20 +162,20 @@ class RecordedComparison:
         height: int = 240,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw learning curves: every method's mean over clients, with the 95 % interval over seeds as a band.
+        """Draw learning curves: the mean of every method over clients, with the 95 % interval over seeds as a band.
 
-        Altair's ``save`` writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
+        The chart's ``save`` method writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
 
         Args:
-            name: name of the metric. None: the leading metric.
-            x: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
+            name: name of the metric. None: the leading metric is drawn.
+            x: horizontal axis: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
             width: width of the panel, in pixels.
             height: height of the panel, in pixels.
-            labels: name of a method in the figure, by its label. Only these methods are drawn, in this order. None:
-                all.
+            labels: names to show in the figure, keyed by the label of the method. Only these methods are drawn, in the
+                given order. None: all.
 
         Raises:
-            ConfigError: the metric, axis or method does not exist.
+            ConfigError: the metric, the axis or a method does not exist.
         """
         chart = curve_chart(self._runs, self._labels(labels), name or self._lead, x, width, height)
         return cast("LayerChart", look.notebook(chart))
@@ -182,16 +188,16 @@ class RecordedComparison:
         height: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw every client's mean over seeds with its 95 % interval, a dot per method.
+        """Draw the mean of every client over seeds with its 95 % interval, as one dot per method.
 
         Args:
-            name: name of the metric. None: the leading metric.
+            name: name of the metric. None: the leading metric is drawn.
             width: width of the panel in pixels.
-            height: height of the panel in pixels. None: a height that suits the number of clients and methods.
-            labels: names of methods as in `curves`.
+            height: height of the panel in pixels. None: the height is chosen to suit the number of clients and methods.
+            labels: names to show in the figure, as in `curves`.
 
         Raises:
-            ConfigError: the metric or method does not exist.
+            ConfigError: the metric or a method does not exist.
         """
         chart = client_chart(self._runs, self._labels(labels), name or self._lead, width, height)
         return cast("LayerChart", look.notebook(chart))
@@ -205,18 +211,19 @@ class RecordedComparison:
         height: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw mean ranks of the methods, with a bar over methods that Nemenyi's test at level 0.05 does not separate.
+        """Draw the methods' mean ranks, with a bar over methods that Nemenyi's test does not distinguish at level 0.05.
 
         Args:
-            name: name of the metric. None: the leading metric.
-            over: blocks within which the methods are ranked: seeds, or clients (with their means over seeds). Clients
-                of one run are not independent, so their differences look more certain than they are.
+            name: name of the metric. None: the methods are ranked by the leading metric.
+            over: blocks within which the methods are ranked: seeds, or clients (with their means over seeds). The
+                clients of a run are not independent, so differences between ranks over clients appear more certain than
+                they are.
             width: width of the panel, in pixels.
-            height: height of the panel, in pixels. None: a height that suits the number of methods.
-            labels: names of methods as in `curves`.
+            height: height of the panel, in pixels. None: the height is chosen to suit the number of methods.
+            labels: names to show in the figure, as in `curves`.
 
         Raises:
-            ConfigError: there are fewer than three methods or five blocks, or the metric or method does not exist.
+            ConfigError: there are fewer than three methods or five blocks, or the metric or a method does not exist.
         """
         if over not in get_args(Blocks):
             raise unknown("choice", over, get_args(Blocks), "critical_difference: over")
@@ -253,7 +260,7 @@ class RecordedComparison:
         return "\n  ".join([f"Comparison({title(self._runs)}, test {metric})", *lines, *ends])
 
     def _lines(self) -> list[list[str]]:
-        """Return the method, model, mean, difference, Holm's p and verdict as texts."""
+        """Return a row of texts for each method: method, model, mean, difference, Holm's p-value and verdict."""
         beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.baseline)}
         lines = []
         for row in contenders(self._runs, self._rows, self.compare_model):

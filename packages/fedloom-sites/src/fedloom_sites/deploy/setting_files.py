@@ -1,0 +1,144 @@
+"""Read, write and compare the files of a deployment: the settings of its server and sites, and the experiment file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TypeVar
+
+import tomli_w
+
+from fedloom.data import SOURCES
+from fedloom.engine.checks.moved import update_document
+from fedloom.errors import ConfigError
+from fedloom.imports import is_path
+from fedloom.storage import read_toml
+from fedloom.storage.files import content_of
+from fedloom.values import Value, fields_of, make
+from fedloom.version import __version__
+from fedloom_sites.deploy.settings import Server, Shared, Site
+
+V = TypeVar("V", bound=Value)
+SNAPSHOTS_FOLDER = "snapshots"
+"""Name of the folder with snapshots, within a site's `Site.memory_folder`."""
+
+
+def read_site(path: Path, *, live: bool = False) -> Site:
+    """Read a site's TOML file, and return the settings with absolute paths, including those of its data.
+
+    Args:
+        path: the file.
+        live: True to use the site's current data even if the site reads a snapshot.
+
+    Raises:
+        ConfigError: the file is missing or contains an invalid value.
+    """
+    site, folder = _read(Site, path, "site file"), path.parent.resolve()
+    source = site.data["source"]
+    is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
+    keys = ("path", "source") if is_file and source not in SOURCES and not is_path(source) else ("path",)
+    keys = ("path",) if source.startswith("hub:") else keys
+    places = {key: site.data[key] for key in keys if isinstance(site.data.get(key), str)}
+    data = site.data | {key: str(folder / Path(place).expanduser()) for key, place in places.items()}
+    if site.snapshot is not None and not live:
+        key = "path" if "path" in data else "source"
+        file = f"{site.snapshot}{Path(data[key]).suffix}"
+        data[key] = str(site.memory_folder / SNAPSHOTS_FOLDER / file)
+    return site.model_copy(update={"data": data})
+
+
+def read_server(path: Path) -> Server:
+    """Read a server's TOML file, and return the settings with absolute paths.
+
+    Raises:
+        ConfigError: the file is missing or contains an invalid value.
+    """
+    return _read(Server, path, "server file")
+
+
+def check_version(shared: Shared) -> None:
+    """Raise an error if the version of fedloom differs from the agreed version.
+
+    Raises:
+        ConfigError: the versions differ. The message names both.
+    """
+    if shared.version != __version__:
+        raise ConfigError(
+            f"fedloom is {__version__} here, but the experiment runs {shared.version}. Install that version, or agree "
+            "on a patch release with fedloom deploy upgrade"
+        )
+
+
+def placed(value: V, folder: Path) -> V:
+    """Return settings with their relative paths resolved from ``folder``.
+
+    Raises:
+        ConfigError: a path contains a NUL character.
+    """
+    paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
+    for name, path in paths.items():
+        if "\0" in str(path):
+            raise ConfigError(
+                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may "
+                "contain. Correct the path"
+            )
+    return value.model_copy(update=paths)
+
+
+def text_of(value: Value) -> str:
+    """Convert settings to TOML. Parsing the text gives the same settings.
+
+    The table with the data comes first, because people at the site edit this table.
+    """
+    tables = value.model_dump(mode="json", exclude_none=True)
+    return tomli_w.dumps({key: tables.pop(key) for key in ("data",) if key in tables} | tables)
+
+
+def check_fingerprint(shared: Shared) -> bytes:
+    """Return the content of the experiment file, and raise an error if it differs from the agreed file.
+
+    Returns:
+        Content exactly as it was compared.
+
+    Raises:
+        ConfigError: the file cannot be read, or the digests differ. The message names both.
+    """
+    content = content_of(shared.experiment, "the experiment file")
+    check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
+    return content
+
+
+def digest(content: bytes) -> str:
+    """Return the SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def check_agreed(
+    what: str, kind: str, content: bytes, wanted: str, cure: str = "Get the file from the server again"
+) -> None:
+    """Raise an error if the SHA-256 of a file's content differs from the agreed SHA-256.
+
+    Raises:
+        ConfigError: the digests differ. The message names both.
+    """
+    got = digest(content)
+    if got != wanted:
+        raise ConfigError(
+            f"{what} is not the agreed {kind}: its SHA-256 is {got[:16]}..., but {wanted[:16]}... was agreed. {cure}"
+        )
+
+
+def _read(kind: type[V], path: Path, what: str) -> V:
+    document = read_toml(path, what)
+    if isinstance(document.get("data"), dict):  # of a site, which may be of an earlier version
+        document = {**document, "data": update_document({"data": document["data"]})["data"]}
+    try:
+        value = make(kind, document, str(path), fields_of(kind))
+    except ConfigError as error:
+        release = document.get("version", __version__)
+        if release == __version__:
+            raise
+        raise ConfigError(
+            f"{error}. The file was written by fedloom {release}, but this is {__version__}. Install that version"
+        ) from None
+    return placed(value, path.parent.resolve())

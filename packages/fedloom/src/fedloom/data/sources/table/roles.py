@@ -1,0 +1,145 @@
+"""Roles of a table's columns, as options of its source."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from fedloom.data.sources.table.designs import DesignOptions
+from fedloom.data.survey.agreement import Agreement, agreement_of
+from fedloom.data.tables import MISSING_MARKERS
+
+
+class TableRoles(DesignOptions):
+    """Roles of a table's columns: a label, and features, which are all columns without another role."""
+
+    target: str | tuple[str, ...] | None = Field(
+        default=None,
+        description="name of the target column (default: the last column). For a multilabel task, the names of "
+        "all label columns",
+    )
+    event: str | None = Field(
+        default=None,
+        description="column with 1 for an event and 0 for censoring. The target column then contains times",
+    )
+    event_levels: tuple[str, ...] = Field(
+        default=(),
+        description="values of the event column that count as an event. All other values count as censored "
+        "(default: 1 and 0)",
+    )
+    task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
+        default="auto",
+        description=(
+            "task. auto: classification if the target has text or whole numbers, binary if it has "
+            "two values, survival if event is set. multilabel: the targets are 0/1 columns"
+        ),
+    )
+    categorical: tuple[str, ...] = Field(
+        default=(), description="columns of codes or text. Each level becomes one feature"
+    )
+    drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
+    include: tuple[str, ...] = Field(
+        default=(), description="columns to keep as features although they number the rows or contain names of people"
+    )
+    client_column: str | None = Field(
+        default=None, description="column with the client of each row. It is not a feature"
+    )
+    columns: tuple[str, ...] = Field(
+        default=(), description="columns by which a partition may split. They can be features too"
+    )
+    group_columns: tuple[str, ...] = Field(
+        default=(), description="columns for scores by group. They can be features too, unless drop names them"
+    )
+    missing: tuple[str, ...] = Field(
+        default=(),
+        description=(
+            "additional cell values that mean missing, besides empty cells, ? and pandas' markers except None"
+        ),
+    )
+    impute: bool = Field(
+        default=False, description="allow missing cells. Each client fills them from its training part"
+    )
+    unlabelled: Literal["refuse", "drop", "keep"] = Field(
+        default="refuse",
+        description=(
+            "treatment of rows without a target or client: raise an error, or leave the rows out. In a multilabel "
+            "task, 'keep' keeps rows with some known labels"
+        ),
+    )
+    scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
+    centre: float = Field(default=0.0, description="number subtracted from the regression target")
+    unit: float = Field(
+        default=1.0,
+        gt=0,
+        description="divisor of the regression target after the subtraction. Errors are in units of this divisor",
+    )
+    agreement: Annotated[
+        Agreement | None,
+        BeforeValidator(agreement_of),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
+    ] = Field(default=None, description="agreement on the meaning of the columns at every site: a path, or its keys")
+    factors: dict[str, float | dict[str, float]] = Field(
+        default={},
+        description="factors that convert columns to the agreed units. With client_column, tables of factors by client",
+    )
+
+    days_since: dict[str, str] = Field(
+        default={},
+        description=(
+            "date columns to use as features: days since another date column, or since a fixed date, "
+            "such as { admission = 'birth_date' }"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _several_labels(self) -> TableRoles:
+        """Raise an error if a task with one target has several, or if a task with several labels has one target."""
+        several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
+        if not isinstance(self.target, tuple):
+            if several and (self.target is not None or self.agreement is None):
+                raise ValueError("task = 'multilabel' needs target = [...], a list of 0/1 columns, one per label")
+        elif not several or len({*self.target}) < max(2, len(self.target)):
+            raise ValueError(
+                f"a model predicts one column, got {', '.join(map(str, self.target))}. For a time to "
+                "an event, set target to the time and event to the event. For several 0/1 columns, "
+                "each given once, set task = 'multilabel'. For several numbers, run one experiment "
+                "for each"
+            )
+        if self.unlabelled == "keep" and not several:
+            raise ValueError("unlabelled = 'keep' works only for task = 'multilabel'. Take 'drop'")
+        return self
+
+    @model_validator(mode="after")
+    def _factors_by_client(self) -> TableRoles:
+        """Raise an error if a column has one factor per client, but no column contains the clients."""
+        if self.client_column is None and (
+            columns := [c for c, factor in self.factors.items() if isinstance(factor, dict)]
+        ):
+            raise ValueError(
+                f"factors of {columns[0]!r} differ by client, but client_column is not set. Set "
+                "client_column to the column with the client of each row"
+            )
+        return self
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All texts that mark missing cells: the general ones, followed by those of this table."""
+        agreed = () if self.agreement is None else self.agreement.missing
+        return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """Target columns, if the source or the agreement names them."""
+        target: str | tuple[str, ...] = self.targets.get("target", ())
+        return (target,) if isinstance(target, str) else target
+
+    @property
+    def targets(self) -> dict[str, Any]:
+        """Names of the columns ``target`` and ``event``, as far as the source or the agreement sets them."""
+        agreement = self.agreement
+        target = self.target
+        if agreement is not None and target is None:
+            target = agreement.classes if agreement.task == "multilabel" else agreement.target
+        event = agreement.event if self.event is None and agreement is not None else self.event
+        return {key: name for key, name in (("target", target), ("event", event)) if name is not None}
