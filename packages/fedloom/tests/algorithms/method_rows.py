@@ -17,10 +17,7 @@ from fair_optima import agnostic, penalised, q_fair
 from scipy.optimize import minimize
 from torch import Tensor
 
-from fedloom.algorithms._regulariser import proximal
 from fedloom.local import LocalSGD
-from fedloom.rows.algebra import norm
-from fedloom.rows.layout import Layout
 from fedloom.rows.projection import new_key, projection
 from fedloom.rows.proxes import L1, Nuclear
 from fedloom.testing import Problem
@@ -29,12 +26,6 @@ from fedloom.testing.federate import ReferenceFederation
 DESCENT = LocalSGD(lr=0.4, batch_size=2)  # one to four steps a round, by client
 Models = dict[str, Tensor]  # "global" [d], "personal" [n, d]
 Weights = Literal["uniform", "samples"]
-
-
-def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """Return ||x - prox_{t f}(x - t gradient)|| / t, ``[..., 1]``: 0 exactly if 0 is in gradient + df(x) (f convex)."""
-    gap = x - proximal(f, x - t * gradient, t, layout)
-    return norm(gap) / t
 
 
 @dataclass(frozen=True)
@@ -710,7 +701,11 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     "moon": {"mu": (ANY, "Li et al. 2021, Sec. 4.1: tuned in {0.1, 1, 5, 10}"), "tau": (0.5, "Sec. 4.1")},
     "fedpac": {"lam": (1.0, "Xu et al. 2023, Sec. 5.1"), "head_epochs": (1, "Sec. 5.1: one epoch")},
     "analytic-fl": {"ridge": (0.0, "He et al. 2025, Theorem 2: the regulariser is removed")},
-    "fed3r": {"ridge": (0.01, "Fani et al. 2024, experiments: 0.01"), "normalise": (True, "Sec. 4")},
+    "fed3r": {
+        "ridge": (0.01, "Fani et al. 2024, experiments: 0.01"),
+        "normalise": (True, "Sec. 4"),
+        "bias": (False, "Sec. 4"),
+    },
     "fedhip": {"ridge": (1.0, OURS), "share": (None, OURS)},
     "fedproto": {"lam": (1.0, "Tan et al. 2022, Sec. 5.1")},
     "cfl": {

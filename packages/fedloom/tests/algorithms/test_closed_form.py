@@ -59,7 +59,7 @@ def test_the_head_is_that_of_all_rows_together(ridge: float) -> None:
     assert torch.equal(model[:body], NETWORK.x0[:body])
 
 
-@pytest.mark.parametrize("method", [AnalyticFL(ridge=0.3), Fed3R(), FedHiP()])
+@pytest.mark.parametrize("method", [AnalyticFL(ridge=0.3), Fed3R(), Fed3R(bias=True), FedHiP()])
 def test_it_does_not_matter_who_comes_when_and_how_often(method: Algorithm) -> None:
     once = run(method)
     for cohorts in ([[3, 1], [4], [0, 2]], [[k] for k in range(5)], [[0, 1, 2, 3, 4], [1, 2], [2]]):
@@ -85,6 +85,15 @@ def test_fed3r_is_a_ridge_without_a_bias_whose_classes_have_length_1() -> None:
     np.testing.assert_allclose(weight, pooled.coef_ / np.linalg.norm(pooled.coef_, axis=1, keepdims=True), atol=1e-6)
     assert not bias.any()
     np.testing.assert_allclose(head(run(Fed3R(normalise=False)))[0], pooled.coef_, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_the_bias_of_fed3r_is_the_weight_of_a_constant_feature(normalise: bool) -> None:
+    constant = np.hstack([features(), np.ones((COUNT, 1))])
+    pooled = Ridge(alpha=2.0, fit_intercept=False).fit(constant, targets()).coef_
+    lengths = np.linalg.norm(pooled[:, :-1], axis=1, keepdims=True) if normalise else 1.0
+    weight, bias = head(run(Fed3R(ridge=2.0, bias=True, normalise=normalise)))
+    np.testing.assert_allclose(np.column_stack([weight, bias]), pooled / lengths, atol=1e-6)
 
 
 def personal(method: FedHiP) -> Tensor:

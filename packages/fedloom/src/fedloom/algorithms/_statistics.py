@@ -120,17 +120,20 @@ def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
     return FeatureSums(zz, row[..., upper.shape[1] :].unflatten(-1, (size, -1)), rounding)
 
 
-def head_from(moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True) -> Tensor:
+def head_from(
+    moments: FeatureSums, ridge: float, layout: Layout, *, bias: bool = True, penalize_bias: bool = False
+) -> Tensor:
     """Return the least-squares head ``[..., k + 1, c]``, with a ``ridge`` penalty on all rows except the last.
 
-    The last row is the bias, which is 0 for a model whose last layer has no bias. If the ridge is below the rounding
-    error of the sums, the head ignores directions in which the sums are below this error, by the rule of
-    `numpy.linalg.matrix_rank`. If several heads are optimal, the head with the smallest norm is returned.
+    The last row is the bias, which has the penalty too if ``penalize_bias`` is set. The bias is 0 for a model whose
+    last layer has no bias. If the ridge is below the rounding error of the sums, the head ignores directions in which
+    the sums are below this error, by the rule of `numpy.linalg.matrix_rank`. If several heads are optimal, the head
+    with the smallest norm is returned.
     """
     features = shape_of(layout)[1]
     used = features + 1 if bias and bias_of(layout) is not None else features
     penalty = torch.zeros(used, dtype=moments.zz.dtype, device=moments.zz.device)
-    penalty[:features] = ridge
+    penalty[: used if penalize_bias else features] = ridge
     system, right = moments.zz[..., :used, :used] + torch.diag(penalty), moments.zt[..., :used, :]
     tolerance = used * moments.rounding
     if ridge > tolerance * float(system.diagonal(dim1=-2, dim2=-1).max()):

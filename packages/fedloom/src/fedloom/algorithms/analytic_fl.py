@@ -27,6 +27,9 @@ have no effect. If shares are proportional to samples, the head depends neither 
 nor on the order in which clients participate, once each client has participated. Outputs are least-squares fits to 0
 and 1, and their softmax is not a probability. Compare accuracies instead of losses.
 
+Replayed: the local solutions, the recursion over clients and the removal of gamma (1 and 10) of
+ZHUANGHP/Analytic-federated-learning (1e7c2d99), on features with a 1, give the same head, to 1e-14.
+
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
 attacker's share.
 
