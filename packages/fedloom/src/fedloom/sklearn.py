@@ -93,7 +93,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
-            "evaluate": {"parts": ("train",), "every": self.rounds or 1},
+            "evaluate": {"parts": ("train",), "every": max(1, self.rounds) if isinstance(self.rounds, int) else 1},
             "engine": {"dtype": "float64"},
         }
         choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
