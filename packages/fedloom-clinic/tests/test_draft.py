@@ -348,13 +348,13 @@ def outcomes(path: Path, event: str, time: str = "week", first: int = 0) -> Path
 
 
 def test_a_time_beside_an_event_is_drafted_as_survival(tmp_path: Path) -> None:
-    path = outcomes(tmp_path / "t.csv", "arrest")
+    path = outcomes(tmp_path / "t.csv", "arrest", "weeks_of_follow_up")
     said = init(path)
-    assert "target: 'week' (not given; it may also be 'falls'), survival: 1 to " in said
+    assert "target: 'weeks_of_follow_up' (not given; it may also be 'falls'), survival: 1 to " in said
     assert f"column 'arrest': 1 for an event: {ILL.sum()} of {N} rows" in said
     assert "column 'arrest': '1' by site" in said
     data = drafted(path)["data"]
-    assert (data["target"], data["event"], "task" in data) == ("week", "arrest", False)
+    assert (data["target"], data["event"], "task" in data) == ("weeks_of_follow_up", "arrest", False)
     assert drafted(path)["local"]["batch_size"] == "full"
     assert runs(path).federations[0].data.task == "survival"
 

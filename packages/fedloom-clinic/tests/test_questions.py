@@ -61,6 +61,8 @@ def test_a_table_without_one_outcome_is_never_drafted(name: str, folder: Path) -
         ("age,time,status,stage", lambda k: (20 + k % 50, 1 + k % 90, k % 3, k % 4), "coded 0, 1, 2: write 1 for the"),
         ("age,time,cens", lambda k: (20 + k % 50, 1 + k % 90, (k // 3) % 2), "not if 1 means censored"),
         ("start,stop,event,age", lambda k: (k % 9, 10 + k % 90, (k // 7) % 2, k % 60), "looks like a late entry"),
+        ("age,exposure_time,event", lambda k: (20 + k % 50, 1 + k % 90, (k // 7) % 2), "a time to an event, or one"),
+        ("age,screen_time,status", lambda k: (20 + k % 50, 1 + k % 90, (k // 7) % 2), "a time to an event, or one"),
         ("age,target,label", lambda k: (20 + k % 50, k % 2, (k // 2) % 2), "'label', 'target'"),
         ("x,y,zinc,lead", lambda k: (k % 40, k % 31, k % 23 + 0.5, k % 19), "which column is predicted"),
         ("clinic,device,age,target", lambda k: (k % 4, k % 3, 20 + k % 50, (k // 3) % 2), "names the site of a row"),
@@ -109,6 +111,16 @@ def test_a_question_proposes_no_option_without_a_value(tmp_path: Path) -> None:
     assert "write a name for it in the header" in asked
     path.write_text("\n".join(["age,bmi,ill", *rows]) + "\n")
     assert RUNNER.invoke(app, ["init", str(path), "--force", "--target", "ill"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["age_months", "los_days", "length_of_stay_days", "gestation_weeks"])
+def test_a_time_that_is_over_before_the_outcome_is_no_time_to_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    rows = [f"{20 + k % 50},{1 + k % 90},{(k // 7) % 2}" for k in range(200)]
+    path.write_text("\n".join([f"bmi,{name},died", *rows]) + "\n")
+    draft = Draft(Survey(path), None, None)
+    assert not draft.questions
+    assert draft.chosen[:2] == ("died", None)
 
 
 def test_times_of_zero_are_times(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ INDEXES: dict[str, tuple[str, Any]] = {
     "of rows that are left": ("Unnamed: 0", np.sort(RNG.choice(4 * N, N, replace=False))),
     "of rows drawn at random": ("index", RNG.choice(4 * N, N, replace=False)),
     "of two files": ("Unnamed: 0", np.r_[np.arange(N // 2), np.arange(N // 2)]),
+    "of two readings": ("Unnamed: 0.1", COUNT),
+    "of readr": ("...1", COUNT + 1),
+    "a sign": ("№", COUNT + 1),
+    "a word of a sequence": ("Zeile", COUNT + 1),
     "row number": ("row_id", np.cumsum(RNG.integers(1, 4, N))),
 }
 
@@ -316,7 +320,7 @@ RISK = lambda f: f["age"] * 2.0 + f["bmi"] + np.random.default_rng(5).normal(siz
 TIMES = np.random.default_rng(6).integers(1, 900, N)
 LEAKS: dict[str, tuple[Callable[[pd.DataFrame], pd.DataFrame], dict[str, Any], str]] = {
     "index": (sorted_index, {}, "column 'index' numbers the rows"),
-    "numbered": (lambda f: f.assign(seq=COUNT).sort_index(axis=1), {"target": "ill"}, "column 'seq' counts from 0"),
+    "numbered": (lambda f: f.assign(turn=COUNT).sort_index(axis=1), {"target": "ill"}, "column 'turn' counts from 0"),
     "id": (change(patient_id=RNG.permutation(10**6)[:N]), {"target": "ill"},
         "column 'patient_id' differs in every row"),
     "visits": (visits, {}, "column 'patient_id': 60 different values in 240 rows"),

@@ -1,6 +1,6 @@
 """Cells of frequency tables, which are groups and the levels of coded columns.
 
-Cells in which too few clients have rows are merged before anything is summed.
+Cells in which too few clients have enough rows are merged before anything is summed.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ def merges(rules: Rules) -> bool:
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells after merging those in which too few clients have rows into "other".
+    """Return the cells after merging those in which too few clients have enough rows into "other".
 
-    One cell in which enough clients have rows is merged as well, so that no sum reveals the content of the merged
-    cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it, because
-    clients do not count it in this case, see `group_codes`.
+    One cell in which enough clients have enough rows is merged as well, so that no sum reveals the content of the
+    merged cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it,
+    because clients do not count it in this case, see `group_codes`.
 
     Args:
         names: names of the cells.

@@ -3,10 +3,10 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-Bins in which too few clients have rows are merged. The first question counts the clients that have rows in the range of
-all bins, in each half of it, in each half of these halves, and so on. Beginning with the largest scores, neighboring
-ranges are merged until they contain a range in which enough clients have rows. All parties derive the same bins from
-this count.
+Bins in which too few clients have enough subjects are merged. The first question counts the clients that have enough
+subjects in the range of all bins, in each half of it, in each half of these halves, and so on. Beginning with the
+largest scores, neighboring ranges are merged until they contain a range that enough clients reach in this way. All
+parties derive the same bins from this count.
 
 A prediction set contains every class whose probability is at least 1 - threshold, see `fedloom predict
 --set-threshold`. In a regression, scores are absolute residuals, and the interval is the prediction plus and minus the
@@ -54,7 +54,7 @@ class Calibrated(NamedTuple):
     Attributes:
         terms: public facts about the analysis.
         owners: number S of thresholds, which is 1 if all clients share a threshold.
-        reached: number of clients that have rows in each range of bins, ``[S, B]``.
+        reached: number of clients that have enough subjects in each range of bins, ``[S, B]``.
         thresholds: thresholds on scores, ``[S]``.
         rows: number of calibration rows for each threshold, ``[S]``.
         covered: totals from the last question.
@@ -264,7 +264,7 @@ class Conformal(Analysis):
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
     def _draws(self, client: ClientRows) -> Tensor:
-        """Return numbers in [0, 1) ``[N]`` that depend on the seed and the cells of a row, but not on its position."""
+        """Return numbers in [0, 1) ``[N]`` that depend only on ``draw`` and the cells of a row, not on its position."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
         digests = (hashlib.blake2b(row.tobytes(), key=key, digest_size=6).digest() for row in cells)
@@ -295,9 +295,9 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
-    """Raise if the numbers ``[B]`` of clients with rows in each of `ranges_of_bins` cannot be sums of `flag_ranges`.
+    """Raise if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
 
-    If a client has enough rows in a range, it also has enough rows in every range that contains this range.
+    If a client has enough subjects in a range, it also has enough in every range that contains this range.
 
     Raises:
         Refused: a number is not a possible number of clients, or a range has fewer clients than one of its halves.
@@ -327,16 +327,16 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
     """Return the ends of the merged bins, which lie between 0 and the number of bins.
 
-    Each merged bin contains a range of bins in which enough clients have rows.
+    Each merged bin contains a range of bins in which enough clients have enough subjects.
 
     Args:
-        reached: number of clients that have rows in each range, ``[B]``.
+        reached: number of clients that have enough subjects in each range, ``[B]``.
         ranges: ranges of bins (see `ranges_of_bins`).
         rules: agreed rules.
         what: description of the rows, used in messages.
 
     Raises:
-        Refused: too few clients have rows in the range of all bins.
+        Refused: too few clients have enough subjects in the range of all bins.
     """
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:

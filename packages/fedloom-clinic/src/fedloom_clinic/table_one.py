@@ -118,7 +118,7 @@ class TableOne(ScriptedAnalysis):
         counts = [count_subjects(code, client.subjects, len(groups))]
         for g in range(len(groups)):
             some = client.select(code == g)
-            counts += [_subjects(some, terms, column) for column in columns]
+            counts += [_subjects(some, column) for column in columns]
         return (torch.cat(counts) >= terms.rules.min_subjects).double()
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
@@ -151,9 +151,7 @@ class TableOne(ScriptedAnalysis):
         groups, columns = self._cells(terms)
         filled = self._fill_rare_gaps(client, terms, groups, columns)
         return [  # rows as they are, so that other groups, which fill other cells, leave a subject the same
-            client.select(
-                ~filled.x[:, column.place].isnan() if column.edges is None else _scaled(filled, terms, column)[1]
-            )
+            client.select(~filled.x[:, column.place].isnan() if column.edges is None else _scaled(filled, column)[1])
             for column in columns
         ]
 
@@ -167,13 +165,13 @@ class TableOne(ScriptedAnalysis):
         if question.name == "spreads":
             squares = torch.zeros(len(groups.names), len(numbers), dtype=torch.float64)
             for k, column in enumerate(numbers):
-                u, whole = _scaled(client, terms, column)
+                u, whole = _scaled(client, column)
                 gap = torch.where(whole, u - question.values["centres"][code, k], 0.0)
                 squares[:, k].index_add_(0, code, gap**2)
             return squares.flatten()
         shares, between, chi, present = question.values["shares"], [], [], []
         for column, mean in zip(numbers, question.values["means"], strict=True):
-            u, whole = _scaled(client, terms, column)
+            u, whole = _scaled(client, column)
             between.append((u[whole] - mean).sum() ** 2 / max(int(whole.sum()), 1))
             present.append(whole.any().double())
         for k, column in enumerate(column for column in columns if column.edges is None):
@@ -255,7 +253,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups and the columns with those cells in which enough clients have rows."""
+        """Return the groups and the columns with those cells in which enough clients have enough rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
@@ -313,7 +311,7 @@ def compares_clients(terms: AnalysisTerms) -> bool:
     return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
 
 
-def _scaled(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> tuple[Tensor, Tensor]:
+def _scaled(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
     """Return a number scaled to [-1, 1] ``[N]``, and flags of cells that are present and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
@@ -327,7 +325,7 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
     return torch.bincount(column.cells.of[codes], minlength=len(column.cells.names)).double()
 
 
-def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -> Tensor:
+def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of subjects that have a row in each cell of a column.
 
     The counts are in the order of the column's values in an answer. At the place of a sum, the count is 0.
@@ -335,7 +333,7 @@ def _subjects(client: ClientRows, terms: AnalysisTerms, column: SummaryColumn) -
     values = client.x[:, column.place]
     if column.edges is None:
         return count_subjects(level_codes(values, column.levels), client.subjects, len(column.cells.names))
-    bins, whole = len(column.edges) - 1, _scaled(client, terms, column)[1]
+    bins, whole = len(column.edges) - 1, _scaled(client, column)[1]
     code = torch.where(values.isnan(), bins, bins + 1)
     code[whole] = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
     return torch.cat([count_subjects(code, client.subjects, bins + 2), torch.zeros(1).double()])
@@ -353,7 +351,7 @@ def _counted(
             if column.edges is None:
                 blocks.append(_levels(some, column))
                 continue
-            values, (u, whole) = some.x[:, column.place], _scaled(some, terms, column)
+            values, (u, whole) = some.x[:, column.place], _scaled(some, column)
             place = torch.searchsorted(column.edges[1:-1].contiguous(), values[whole].contiguous(), right=True)
             counts = torch.bincount(place, minlength=len(column.edges) - 1).double()
             missing = values.isnan().sum()

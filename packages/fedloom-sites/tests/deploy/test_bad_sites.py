@@ -63,6 +63,19 @@ def sealed_anew(make: Callable[[bytes], bytes]) -> Edit:
     return edit
 
 
+def advertised_anew(field: str) -> Edit:
+    """Keys of which one is a point of small order, with which no site has a common secret, signed as they should be."""
+
+    def edit(here: Scene, client: int, data: bytes) -> bytes:
+        [file] = here.sites[client].state.rglob("session.json")
+        [advert] = secure.read_adverts(data)
+        forged, name = advert._replace(**{field: bytes(32)}), bytes.fromhex((read_checked(file) or {})["name"])
+        signature = signing_key_of(client).sign(secure._advertised(name, forged))
+        return secure.write_adverts([forged._replace(signature=signature)])
+
+    return edit
+
+
 def session_of(here: Scene, client: int) -> secure.Session:
     """The session that a site is in."""
     [file] = here.sites[client].state.rglob("session.json")
@@ -166,6 +179,11 @@ BAD: dict[str, tuple[str, Edit, str]] = {
         sealed_anew(lambda body: body[:50] + bytes([body[50] ^ 1]) + body[51:]),
         "do not decrypt",
     ),
+    "a sealed share for a one-time key that gives no common secret": (
+        "shares",
+        sealed_anew(lambda body: bytes(32) + body[32:]),
+        "do not decrypt",
+    ),
     "an accusation of a share that decrypts": (
         "masked",
         lambda here, client, _: (
@@ -205,6 +223,8 @@ UNSIGNED: dict[str, tuple[str, Edit]] = {
     "a sealed share that it did not sign": ("shares", flip(4 + 60)),
     "no share for a site": ("shares", lambda _here, _client, data: data[4 + shares.SEALED_SHARE_BYTES :]),
     "keys that it did not sign": ("keys", flip(10)),
+    "a sealing key that gives no common secret": ("keys", advertised_anew("sealing")),
+    "a masking key that gives no common secret": ("keys", advertised_anew("masking")),
     "a vector behind another signature": ("masked", flip(3)),
     "nothing": ("masked", lambda _here, _client, _data: b""),
     "an accusation of nobody": ("masked", lambda _here, _client, _data: ACCUSATION_PREFIX),

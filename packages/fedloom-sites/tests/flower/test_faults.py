@@ -487,7 +487,7 @@ def broken() -> ArrayRecord:
 
 
 def test_too_few_nodes() -> None:
-    with pytest.raises(ConfigError, match="1 suitable nodes are connected, but 2 are needed"):
+    with pytest.raises(ConfigError, match="1 suitable node is connected, but 2 are needed"):
         run(App(local, 1))
 
 

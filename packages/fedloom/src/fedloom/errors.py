@@ -109,11 +109,11 @@ def capitalize(text: str) -> str:
     return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
 
 
-_ADJECTIVES = (
+_COUNT_ADJECTIVES = (
     "benign|different|empty|equal|evaluated|evaluation|fewer|finite|further|gradient|labeled|local|missing|more|new|"
-    "numeric|other|personal|scored|sending|short|summed|test|training|unusable|usable|used|validation"
+    "numeric|other|personal|scored|sending|short|suitable|summed|test|training|unusable|usable|used|validation"
 )
-_NOUNS = (
+_COUNT_NOUNS = (
     "answer|attacker|batche|candidate|cell|channel|character|classe|client|cluster|column|core|epoch|error|event|"
     "experiment|factor|failure|feature|figure|file|fold|gradient|group|hospital|image|interval|label|layer|level|line|"
     "machine|message|method|model|name|network|node|number|output|parameter|part|partition|patient|point|position|"
@@ -121,7 +121,7 @@ _NOUNS = (
     "share|site|step|stratum|subject|table|token|trial|unit|upload|value|visit|word|worker"
 )
 _ONE_THING = re.compile(
-    rf"(?<![\w.,'\"/^-])(?<!- )1 ((?:(?:{_ADJECTIVES}) )*)(?:({_NOUNS})s|(entr|categor)ies|(analys)es)\b"
+    rf"(?<![\w.,'\"/^-])(?<!- )1 ((?:(?:{_COUNT_ADJECTIVES}) )*)(?:({_COUNT_NOUNS})s|(entr|categor)ies|(analys)es)\b"
     r"( (?:are|have|were|do|need)\b)?"
 )
 _SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " does", " need": " needs"}
@@ -140,7 +140,8 @@ def write_singular(text: str) -> str:
         noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
         return f"1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
 
-    return _ONE_THING.sub(write, text)
+    sentence = _ONE_THING.sub(write, text)
+    return Note.create(sentence, text.rule) if isinstance(text, Note) else sentence
 
 
 def _python(table: str, key: str | None, value: str | None) -> str:

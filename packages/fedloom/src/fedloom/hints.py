@@ -167,8 +167,8 @@ class Places:
     """Description of a place where users make choices: where each key belongs, and how it is written.
 
     Attributes:
-        tables: keys of every table, by kind. Under each table, the empty name holds the keys that do not depend on the
-            kind.
+        tables: keys of every table, by kind. In each table, an empty name comes first, with the keys that do not depend
+            on the kind.
         plain: keys that do not belong to any table. In Python, these are the keyword arguments.
         methods: options of every method, keyed by method name.
         keys: valid keys at this location, in addition to the options of a method.

@@ -116,7 +116,7 @@ COST_FIGURES = {
 
 
 USER_METRICS: dict[str, Metric] = {}
-"""Metrics that users have declared in this process (`declare`), with True if larger values are better."""
+"""Metrics that users have declared in this process (`declare`). Runs and their files state the better direction."""
 
 
 class Roles(NamedTuple):

@@ -91,9 +91,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
+        rounds: Any = self.rounds  # of any type, as scikit-learn checks no option
         tables: dict[str, dict[str, Any]] = {
             "local": {"lr": self.lr, "epochs": self.epochs, "batch_size": self.batch_size},
-            "evaluate": {"parts": ("train",), "every": max(1, self.rounds) if isinstance(self.rounds, int) else 1},
+            "evaluate": {
+                "parts": ("train",),
+                "every": rounds if isinstance(rounds, int | np.integer) and rounds else 1,
+            },
             "engine": {"dtype": "float64"},
         }
         choices: dict[str, Any] = {"rounds": self.rounds, "seed": seed, **tables}
@@ -140,7 +144,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _scores(self, x: object, groups: ArrayLike | None) -> Some:
         """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
-        rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
+        rows = torch.tensor(np.asarray(validate_data(self, x, reset=False), np.float64))
         owners = [None] * len(rows) if groups is None else list(map(level, _groups(groups, len(rows)).tolist()))
         places: dict[str | None, list[int]] = {}
         for k, owner in enumerate(owners):

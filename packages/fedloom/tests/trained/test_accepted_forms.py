@@ -329,9 +329,35 @@ def test_pictures_and_arrays_in_a_list_are_read_as_by_a_torch_data_set() -> None
             fl.Dataset.create((mixed, Y))
 
 
+@pytest.mark.parametrize("kind", ["uint16", "float32", "int32"])
+def test_pictures_of_more_than_8_bits_are_refused_where_bytes_are_read(kind: str, tmp_path: Path) -> None:
+    """Pillow clips them: 16 bits became nearly white, and floats from 0 to 1 black."""
+    pixels = BYTES[0, 0].astype(kind) * {"uint16": 257, "float32": 1 / 255, "int32": 257}[kind]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(pixels.astype(kind)).save(tmp_path / folder / "0.tif")
+    with pytest.raises(DataError, match=r"0.tif: has more than 8 bits per pixel .* Convert the images to 8 bits"):
+        fl.load(tmp_path)
+    converted = np.uint8(np.asarray(Image.open(tmp_path / "a" / "0.tif")) / pixels.max() * 255)
+    for folder in ("a", "b"):
+        Image.fromarray(converted).save(tmp_path / folder / "0.tif")
+    assert abs(fl.load(tmp_path).x[0, 0].int() - torch.from_numpy(BYTES[0, 0]).int()).max() <= 1
+
+
 def test_the_byte_order_of_a_file_changes_nothing(of_bytes: Models, tmp_path: Path) -> None:
     data = fl.load(saved(tmp_path, x=FLOATS.astype(">f4"), y=Y.astype(">i8")))
     assert of_bytes.model("global").score(data) == of_bytes.model("global").score((FLOATS, Y))
+    ff = pytest.importorskip("fedloom_sites.flower")
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(60, 2))
+    read = ff.Local(model, (FLOATS.astype(">f4"), Y.astype(">i8"))).read().fed.data
+    assert torch.equal(read.x.flatten(1), torch.from_numpy(FLOATS).flatten(1))
+    columns = FLOATS.reshape(48, -1)
+    fitted = fl.sklearn.FederatedClassifier(rounds=1).fit(columns, Y)
+    np.testing.assert_array_equal(fitted.predict(columns.astype(">f4")), fitted.predict(columns))
+    tokens = np.arange(96).reshape(48, 2) % 5 + 1
+    fed = fl.partitions.iid(clients=2)(fl.Dataset.create((tokens.astype(">i4"), Y), vocabulary=6))
+    known = fl.simulate("fedavg", fed, "lstm", rounds=1).models
+    np.testing.assert_array_equal(known.predict_proba(tokens.astype(">i8")), known.predict_proba(tokens))
 
 
 def test_graphs_take_one_type_and_say_which(of_bytes: Models, of_floats: Models, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ TIME_PATTERN = re.compile(
     re.IGNORECASE,
 )
 """Pattern of names that mean a time to an event."""
+OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
+"""Pattern of names of times that are over when a row is recorded, so that they are never times to an event."""
 FOLLOW_UP = re.compile(
     r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration|[op]?fs|os)$",
     re.IGNORECASE,
@@ -152,7 +154,8 @@ def is_coded(column: ColumnProfile) -> bool:
 def is_time(column: ColumnProfile) -> bool:
     """Return True if a column has the name of a time and contains more than two distinct numbers, all at least 0."""
     numbers = column.numbers
-    return bool(TIME_PATTERN.search(column.name)) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
+    named = TIME_PATTERN.search(column.name) and not OTHER_TIME_PATTERN.search(column.name)
+    return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
@@ -239,7 +242,12 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         pair = {c.name for c in (*times, *events, *doubts)}
         rival = next((points[name] for name in ranked if name not in pair), 0)
         bare = bool(times and BARE_TIME_PATTERN.search(times[0].name))
-        clear = bare or not any(plain_name(c.name) in EVENT_WORDS for c in events)  # else classes, or a time to them
+        entry = _late_entry(survey, times[0], events[0]) if len(events) == 1 else ""
+        # else the event may be a class to predict, and the time one that is over before the event is known
+        clear = bare or (
+            not any(plain_name(c.name) in EVENT_WORDS for c in events)
+            and (len(under) == 1 or bool(entry) or (len(events) == 1 and _lasts_longer(times[0], events[0])))
+        )
         if (
             len(times) == 1
             and len(events) == 1
@@ -247,7 +255,6 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
             and clear
             and rival <= TARGET_NAME_POINTS - MIN_LEAD_POINTS
         ):
-            entry = _late_entry(survey, times[0], events[0])
             if not entry:
                 drop = f"{_flags(times[0].name, '')} drafts it without the event"
                 if CENSORED_PATTERN.search(events[0].name):
@@ -297,8 +304,13 @@ def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
 
     The numbers confirm the convention if rows with 0 have longer times.
     """
+    return bool(INDICATOR_PATTERN.search(column.name)) and is_event(column) and _lasts_longer(time, column)
+
+
+def _lasts_longer(time: ColumnProfile, column: ColumnProfile) -> bool:
+    """Return True if rows with 0 in a 0/1 column have the longer times, as censored rows do."""
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
-    if not INDICATOR_PATTERN.search(column.name) or not is_event(column) or len(set(column.values[here])) < 2:
+    if len(set(column.values[here])) < 2:
         return False
     return bool(roc_auc_score(1 - column.values[here], time.values[here]) >= LONGER_TIME_PROBABILITY)
 

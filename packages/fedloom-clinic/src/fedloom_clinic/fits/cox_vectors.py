@@ -285,7 +285,7 @@ class Opened(NamedTuple):
 
     Attributes:
         likelihood: likelihood at the coefficients.
-        sums: sums over the rows at risk. Empty for a stratified fit.
+        sums: sums over the rows at risk. None for a stratified fit.
         losses: losses at all sites (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no

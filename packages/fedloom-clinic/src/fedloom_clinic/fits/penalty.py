@@ -8,7 +8,7 @@ A ridge of strength s maximizes the log-likelihood of N rows minus N s / 2 times
 Columns must have a standard deviation of 1 over all rows. Intercepts are not penalized. For such columns, these
 settings of other libraries are equivalent:
 
-    lifelines      CoxPHFitter(penalizer=s), which divides columns by the standard deviation with N - 1
+    lifelines      CoxPHFitter(penalizer=s), which divides columns, also in its penalty, by the deviation with N - 1
     statsmodels    GLM.fit_regularized(alpha=s, L1_wt=0), with 0 in alpha for intercepts
     scikit-learn   LogisticRegression(C=1 / (N s)), Ridge(alpha=N s), PoissonRegressor(alpha=s)
     glmnet         lambda = s

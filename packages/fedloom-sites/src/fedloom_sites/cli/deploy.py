@@ -419,7 +419,7 @@ def stop(
 def verify_log(
     place: Annotated[Path, typer.Argument(help="a log file, or the folder of a server or a site", show_default=False)],
 ) -> None:
-    """Check that no line of a log has been changed, removed or inserted.
+    """Check that no line of a log was changed, removed or inserted.
 
     The log is a server's audit.jsonl or a site's sent.jsonl. Keep a copy of the printed digest elsewhere: only this
     digest reveals that lines are missing at the end.

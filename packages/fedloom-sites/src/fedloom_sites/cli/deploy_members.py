@@ -81,7 +81,7 @@ def add(
 
 @deploy.command()
 def upgrade(directory: Directory) -> None:
-    """Change the agreement of a running experiment to the installed patch release.
+    """Move a running experiment to the installed patch release.
 
     Checkpoints and the sites' state are kept. Every site must then install the release and approve the new agreement.
 
@@ -208,7 +208,7 @@ def snapshot(
     site: SiteFolder,
     date: Annotated[str | None, typer.Option(help="date of the data, such as 2026-12-01 (default: today)")] = None,
 ) -> None:
-    """Declare a dated snapshot of a site's data, which grow over time.
+    """Declare a dated snapshot of a site's growing data.
 
     The run of this experiment reads the snapshot, unless the run has already begun with other data.
 

@@ -65,7 +65,7 @@ def predict(
     set_threshold: SetThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Make predictions for raw rows at a site, with the site's own model.
+    """Make predictions for raw rows with the site's own model.
 
     The rows are scaled in the same way as the site's own data.
 

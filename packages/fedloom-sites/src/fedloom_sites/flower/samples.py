@@ -177,7 +177,8 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
         ConfigError: the data set does not contain samples with a target.
     """
     if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(v, Tensor | np.ndarray) for v in samples):
-        batch: Any = tuple(map(torch.as_tensor, samples))
+        native = (v if isinstance(v, Tensor) else np.asarray(v, v.dtype.newbyteorder("=")) for v in samples)
+        batch: Any = tuple(map(torch.as_tensor, native))
     else:
         batch = _batch(part, samples)
     owners = None

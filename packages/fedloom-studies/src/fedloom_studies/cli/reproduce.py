@@ -84,7 +84,7 @@ def reproduce(
     join: Join = False,
     executor: ExecutorName = None,
 ) -> None:
-    """Run the experiments behind a table of a paper, and judge the paper's claims.
+    """Run the experiments of a paper's table and judge its claims.
 
     Run the same command again to resume.
 

@@ -52,7 +52,7 @@ from fedloom.rows import algebra
 
 
 class Server(NamedTuple):
-    """Model x ``[d]``, mixture weights lam ``[n]``, and met ``[1]``, the norm of all gradients of lambda so far."""
+    """Model x ``[d]``, mixture weights lam ``[n]``, and met ``[1]``, the norm of all lambda gradients so far."""
 
     x: Tensor
     lam: Tensor

@@ -18,20 +18,19 @@ server receives the changes of individual clients, so it supports neither secure
 
 Deviations: the paper uses two thresholds, eps_1 on the mean change and eps_2 on the longest change. Suitable values
 depend on the model and the step size. Here, a single option sets the ratio of the two thresholds (0.4/1.6 in the public
-code). The bipartition is optimal, as in the paper. The public code clusters by complete linkage. In the round in which
-a cluster is split, the new clusters already average their own changes. A cluster may be split once each member has
-participated since the last split. Absent members are represented by their last change. The bound on gradient noise is
-omitted, as in the public code. Clients that join later are added to the first client's cluster.
+code). The bipartition is optimal, as in the paper. The public code clusters by complete linkage, and in the round of a
+split, its new clusters already average their own changes. A cluster may be split once each member has participated
+since the last split. Absent members are represented by their last change. The bound on gradient noise is omitted, as in
+the public code. Clients that join later are added to the first client's cluster.
 
 Defaults: a separation gap of 0.1 decides, together with a large ratio from the paper's range. By the paper's
 definition, clients form two groups if the gap is positive. In practice, a positive gap appears long before the mean
 change is short. With random cosines, a gap of 0.1 occurs in 40 % of clusters with 4 clients, 7 % with 5 and 0.6 % with
-6. Clusters with fewer than six clients are therefore not split. During the first fifth of the rounds, no cluster is
-split.
+6. Smaller clusters are therefore not split. No cluster is split in the first fifth of the rounds.
 
 Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) produce the same models and clusters to
 within 1e-15, with the thresholds, splits and means used here. The authors' notebook confuses positions in a cluster
-with client ids, so its second split is wrong.
+with client ids, so a second split is wrong there.
 
 Use it if clients fall into groups whose number is unknown. If ratio = 0, or if clients do not form groups, the method
 equals FedAvg, and a warning is issued.
@@ -53,7 +52,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """Models of the clusters, and for every client its last change, its cluster and whether it has participated.
+    """Models of the clusters, and for every client its last change, its cluster and a flag.
 
     models and last are ``[n, d]``. cluster ``[n, 1]`` is the smallest id in the client's cluster, and the client uses
     this row of ``models``. seen ``[n, 1]`` is 1 if the client has participated since its cluster was last split.
@@ -143,8 +142,7 @@ def grown(rows: Tensor, n: int) -> Tensor:
 def bipartition(changes: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
     """Split clients into two parts, bool ``[m]``, with the smallest possible maximum of the cosines across parts.
 
-    Also return the separation gap, which is the smallest cosine within a part minus the largest cosine across the
-    parts.
+    Also return the separation gap: the smallest cosine within a part minus the largest cosine across the parts.
     """
     unit = directions(changes).double()
     cosine, m = unit @ unit.T, len(unit)

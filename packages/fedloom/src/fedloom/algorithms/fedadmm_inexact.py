@@ -14,8 +14,7 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     k_0          iterations        dual steps between two communications
     eps_i, nu_i  eps, shrink       tolerance of a local problem, multiplied by nu in every dual step
 
-Kept by a client: 2d + 2 (w, y, eps, r). Kept by the server: each client's last u and r. Sent per round: d + 1 down, d +
-1 up.
+Kept by a client: 2d + 2 (w, y, eps, r). The server stores its last u and r. Sent per round: d + 1 down and up.
 
 Deviations: duals, penalty and gradients omit the paper's factor 1/n, and eps omits 1/n^2. The mean is weighted by the
 clients' shares. The paper's formula for r_i is for linear models. Here, r_i starts at 1/lr and is adapted. If the
@@ -29,8 +28,7 @@ which is r0 times the geometric mean of the r_i. sigma is updated only if it dif
 Replayed: ShenglongZhou/FedADMM (6525b2ae), run in Octave, produces the same x to within 1e-15, with ``rho`` and equal
 r_i, once its dual step starts at x_i instead of x and evaluates the gradient there.
 
-Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover a fraction 0.6 of the distance
-to a local solution.
+Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover 0.6 of the way to a solution.
 
 Use it if full gradients are cheap to compute.
 """

@@ -15,17 +15,14 @@ Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (pu
     alpha_ij     alpha         weight of client j's head in client i's head
 
 Kept by a client: nothing. The server stores the client's head. Sent per round: body, head and prototypes down, and
-body, head and 2 c k features up, for c classes. The server receives the heads and moments of individual clients, so the
-method does not support secure aggregation.
+body, head and 2 c k features up, for c classes. The server receives single heads and moments: no secure aggregation.
 
 Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. An absent client keeps its head. The
 alignment follows the public code: from the second round on, every sample is pulled to the prototype of its class.
 Samples of a class without a prototype are not pulled. In the public code, they are pulled to the client's own mean.
 Heads are trained with the step size of the round. The public code uses 0.1, and it drops head weights below 0.001.
-
-Replayed: the clients and functions of JianXu95/FedPAC (5770f4f8), called in the order of that code's loop, produce the
-same bodies, heads and prototypes to within 1e-13, with its momentum and weight decay, provided that no head weight is
-dropped.
+Replayed: the clients and functions of JianXu95/FedPAC (5770f4f8), called in its loop's order, produce the same bodies,
+heads and prototypes to within 1e-13, with its momentum and weight decay, if it drops no head weight.
 
 Use it if labels are skewed and some clients are similar. With lam = 0, features are not aligned.
 """
@@ -47,10 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """Body x ``[d]``, the clients' heads ``[n, h]``, and prototypes ``[c k]`` of the classes.
-
-    known ``[c]`` is 1 for each class that has a prototype.
-    """
+    """Body x ``[d]``, heads ``[n, h]``, prototypes ``[c k]``, and known ``[c]``, 1 for classes with a prototype."""
 
     x: Tensor
     heads: Tensor
@@ -59,10 +53,7 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Body x ``[d]``, a head ``[m, h]`` for every client, and prototypes ``[c k]`` of the classes.
-
-    known ``[c]`` is 1 for each class that has a prototype.
-    """
+    """Body x ``[d]``, a head ``[m, h]`` for each client, prototypes ``[c k]``, and known ``[c]`` as in `Server`."""
 
     x: Annotated[Tensor, Sent(part="body")]
     head: Tensor
@@ -71,11 +62,10 @@ class Down(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Change of the body, the trained head, and statistics of the representation.
+    """Change dw ``[m, d]`` of the body, which is 0 in the head, trained head ``[m, h]``, and statistics of features.
 
-    dw ``[m, d]`` is 0 in the head. head is ``[m, h]``. moment ``[m, c k]`` and spread ``[m, 1]`` are computed with the
-    received body, and total ``[m, c k]`` with the trained body. share ``[m, c]`` is each class's share of the client's
-    samples.
+    moment ``[m, c k]`` and spread ``[m, 1]`` are computed with the received body, total ``[m, c k]`` with the trained
+    body. share ``[m, c]`` is each class's share of the client's samples.
     """
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]

@@ -18,8 +18,7 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     eta_l, K   lr, ...           step size and number of local steps (``personal_epochs`` in phase II)
 
 Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V if they are shorter (``ranks`` from the server's
-SVD), d up. Uploads reveal as much as gradients do: an upload approximates the client's gradient, and gamma approximates
-the mean gradient.
+SVD), d up. Uploads reveal as much as gradients: they approximate the client's gradient, and gamma the mean gradient.
 
 Deviations: in line 10, Algorithm 2 divides gamma by eta_g. Eq. 6, Algorithms 1 and 3, the public code and this
 implementation multiply instead. Algorithm 3, which uses a single mean gamma, is also used with partial participation,
@@ -31,15 +30,12 @@ Defaults: eta_g = 4 reach, where reach is the distance covered in a round (lr ti
 quadratic with curvature h, the method converges if 3 s + 2 a < 4. Here, s is the fraction of the distance to the
 minimum that a client covers in a round, and a is the fraction of the distance to the mean gradient that gamma covers,
 which is at most reach / eta_g. With a = 1/4, this holds for every s <= 1. With a = 1 (eta_g = reach), it holds only for
-s < 2/3. In directions of small curvature, the model advances by eta_g h per round, which is 4 times as fast as in
-FedAvg.
+s < 2/3. In directions of small curvature, the model advances by eta_g h per round, 4 times as fast as in FedAvg.
 
-Attackers: gamma adds the change of the mean a second time, so a forged model moves w_t 1 + |S|/n times as far as in
-FedAvg.
+Attackers: gamma adds the mean's change a second time, so a forged model moves w_t 1 + |S|/n times as far as in FedAvg.
 
-Use it for personal models with few personal parameters and small downloads. ``components`` selects which parts have low
-rank or are sparse, from LR+S to LR+LR. ``method`` selects the alternative GPGD, which is FedAvg followed by the prox
-and has a biased limit. LPGD instead applies the prox in every step.
+Use it for personal models with few personal parameters and small downloads. ``components`` selects LR+S to LR+LR.
+``method`` selects GPGD instead (FedAvg, then the prox, with a biased limit). LPGD applies the prox in every step.
 """
 
 from __future__ import annotations

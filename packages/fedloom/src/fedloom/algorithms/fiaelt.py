@@ -1,7 +1,6 @@
 """FIAELT: inexact ADMM for composite problems. Local solvers stop when a relative criterion holds.
 
-Problem: min over y of sum_i f_i(y) + g(y). The first term is the SUM over n clients, so g has 1/n of the weight that it
-has next to a mean.
+Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g counts 1/n as much as beside a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -15,24 +14,21 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
 
 Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 3 up.
 
-Deviations: criterion (9) contains the minimizer, which is unknown. The condition that `fedloom.local.inexact` checks
-implies (9). If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta
-follows from L and most clients of a cohort use all their iterations, a later round measures L again. With beta <= L,
-all iterations are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives the L
-of each client.
+Deviations: criterion (9) contains the unknown minimizer. The condition that `fedloom.local.inexact` checks implies (9).
+If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta follows from
+L and most clients of a cohort use all their iterations, a later round measures L again. With beta <= L, all iterations
+are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives each client's L.
 
-Variant: the solver "released" follows the public code, which runs SVRG on f_i alone from the server's model, with a
-snapshot that is never refreshed. The dual, the penalty, the prox and criterion (9) then have no effect on the models,
-and the server's model is the mean of the x_i.
+Variant: solver "released" follows the public code, which runs SVRG on f_i alone from the server's model, with a
+snapshot that is never refreshed. The dual, the penalty, the prox and (9) then do not affect the models: the server's
+model is the mean of the x_i.
 
 Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times the mean number of steps in a round. This
-value balances the penalty and the data. Criterion (9) then uses L = beta/5. There is no regularizer, and a warning is
-issued.
+balances the penalty and the data. Criterion (9) then uses L = beta/5. Without a regularizer, a warning is issued.
 
 Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all participate. If clients differ much, tau = 1 makes faster
-progress at first.
+Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
 """
 
 from __future__ import annotations
@@ -51,11 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """Model y, means xbar of the x_i and zbar of the z_i, all ``[d]``, and scalars ``[1]``.
-
-    beta is the penalty, or 0 while L is being measured. smooth is L, and before is the first beta that was used.
-    iterations and met are means over the cohort.
-    """
+    """y, xbar, zbar ``[d]``; beta (0: L is measured), smooth (L), before (first beta), mean iterations, met ``[1]``."""
 
     y: Tensor
     xbar: Tensor
@@ -84,11 +76,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Changes dx of the local model and dz of its dual, both ``[m, d]``, and scalars ``[m, 1]``.
-
-    iterations is the number of local iterations. met is 1 if (9) was checked and holds. smooth is the measured L, or 0
-    if L was not measured.
-    """
+    """dx, dz ``[m, d]``; iterations, met (1: (9) was checked and holds), smooth (L, 0 unless measured) ``[m, 1]``."""
 
     dx: Annotated[Tensor, Mean(base="rows.x", primary=True, accumulates=True)]
     dz: Annotated[Tensor, Mean(base="rows.z", accumulates=True)]

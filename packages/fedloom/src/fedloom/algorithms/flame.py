@@ -41,21 +41,19 @@ Lemma 1. The primal residual is the distance between all w_i and w. The dual res
 
 An extension of the paper: ``regulariser`` is g, and Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i). The result is a
 sparse or low-rank global model together with personal models. At a fixed point, w_i = w, pi_i = lambda alpha_i (theta_i
-- w),
-and the sum of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step when FIAELT's criterion (9) holds:
-gradient descent runs until the distance between theta and the minimizer has shrunk by the factor sqrt(r). This
+- w), and the sum of the pi_i is in dg(w). ``solver = "criterion"`` ends the theta step when FIAELT's criterion (9)
+holds: gradient descent runs until the distance between theta and the minimizer has shrunk by the factor sqrt(r). This
 criterion requires lambda > L, where L is the smoothness of f_i. Then the envelope F_i of f_i is l-smooth with l =
-alpha_i lambda max(1,
-L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for min sum_i F_i + g with x_i = w_i. The theorems
-about this scheme require (9) for w_i. If theta is exact, Eq. 12 satisfies (9) with the tolerance r for rho >= l (3 +
-2/sqrt(r)), which no default satisfies.
+alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for min sum_i F_i + g with x_i
+= w_i. The theorems about this scheme require (9) for w_i. If theta is exact, Eq. 12 satisfies (9) with the tolerance r
+for rho >= l (3 + 2/sqrt(r)), which no default satisfies.
 
-Use it to train personal models of clients with skewed labels together with a global model. The hybrid model of a client
-is the personal or the global model, whichever is better on the client's validation part. If most clients are absent,
-the global model moves little, and a warning is issued. In this case, a personal model is hardly better than a local
-model. None of the values tried for lam and rho helps. A client's first message is x + 2c/(c + 1) (theta - x), with c =
-lam alpha_i/rho, so it contributes less than twice its change. n messages are averaged, and clients that have never
-participated still contribute x0.
+Use it to train personal models of clients with skewed labels together with a global model. A client's hybrid model is
+its personal or the global model, whichever is better on its validation part. If most clients are absent, the global
+model moves little, and a warning is issued. A personal model is then hardly better than a local model. None of the
+tried values of lam and rho helps. A client's first message is x + 2c/(c + 1) (theta - x), with c = lam alpha_i/rho, so
+it contributes less than twice its change. n messages are averaged, and clients that have never participated still
+contribute x0.
 """
 
 from __future__ import annotations
@@ -75,10 +73,7 @@ from fedloom.local.dual import Residuals, epochs_with_dual, residuals_of
 
 
 class Client(NamedTuple):
-    """Personal model theta, local copy w of the global model and dual pi, all ``[m, d]``, and eps ``[m, 1]``.
-
-    eps is the tolerance of the theta step, and 0 without ``eps0``.
-    """
+    """Personal model theta, local copy w and dual pi ``[m, d]``, and tolerance eps ``[m, 1]`` (0 without ``eps0``)."""
 
     theta: Tensor
     w: Tensor

@@ -1,9 +1,6 @@
-"""pFedFDA: clients share the distribution of features in each class.
+"""pFedFDA: clients share class distributions of features, and compute heads from these and their own estimates.
 
-A client computes its head from its own mixture of this distribution and its own estimate.
-
-Problem: min over x (phi, the body on the server) of sum_i alpha_i f_i(x), where the head is Bayes' rule for Gaussian
-features.
+Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
 Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024.
 
@@ -43,10 +40,7 @@ LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
 
 class Server(NamedTuple):
-    """Model x ``[d]``, and the means ``[c k]`` and covariance ``[k k]`` of the class features.
-
-    A download contains only the body of x.
-    """
+    """Model x ``[d]`` (only its body is sent), and class means ``[c k]`` and covariance ``[k k]`` of features."""
 
     x: Annotated[Tensor, Sent(part="body")]
     means: Tensor
@@ -143,10 +137,7 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Return a client's class means and covariance.
-
-        Classes with fewer than `LEAST` samples have the shared mean.
-        """
+        """Return a client's class means (the shared ones for fewer than `LEAST` samples) and covariance."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)

@@ -216,8 +216,8 @@ class FurtherRun(NamedTuple):
     """Additional run that an analysis needs, and the function that evaluates its result.
 
     Attributes:
-        setting: setting of the complete run.
-        fed: its clients.
+        setting: setting of the additional run.
+        fed: clients of this run.
         measure: function that returns rows for the table of the analysis.
     """
 

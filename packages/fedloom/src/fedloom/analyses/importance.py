@@ -115,7 +115,7 @@ class PooledImportance(Analysis):
         return table_of(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
 
     def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
-        """Return the number of correct predictions, and the squared error of probabilities (halved for two classes)."""
+        """Return the number of correct predictions and the sum of squared errors (half of it for two classes)."""
         outputs, label = compute_outputs(rows, self.model_kind, inputs), rows.y[:, 0].long()
         if classes == 2 and outputs.shape[1] == 1:
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)

@@ -27,7 +27,7 @@ MAX_OUTPUTS = 64
 
 
 class KeptPredictions(Analysis):
-    """Predictions for every test sample after the last round, from which calibration or net benefit can be computed."""
+    """Predictions for every test sample after the last round, for calibration, net benefit, and who gains."""
 
     kind: ClassVar[str] = "predictions"
 

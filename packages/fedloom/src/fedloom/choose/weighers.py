@@ -335,7 +335,7 @@ class FairFedWeigher(Weigher):
     def _difference(self, counts: Tensor) -> Tensor:
         """Return F ``[m, 1]`` from counts ``[m, 8]`` (`Work.group_counts`).
 
-        F is NaN if one of the groups has no such rows.
+        F is NaN if it is undefined for one of the groups.
         """
         groups = counts.unflatten(1, (2, 4))
         rows, predicted, positives, hits = groups.unbind(2)

@@ -86,7 +86,7 @@ class Dataset:
             multiple labels, counts [N, 1], or nonnegative times and events of 0 or 1 [N, 2] for a survival task.
         task: ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``, ``"survival"`` or ``"count"``.
         classes: names of the classes or labels. It is empty if targets are numbers.
-        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been  divided by 255.
+        mean: mean of each channel [C], or of all values [1]. It is subtracted after bytes have been divided by 255.
             None for 0.
         std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
             1.
@@ -113,7 +113,6 @@ class Dataset:
             independent.
         original_dtype: numpy name of the type that the features had before they became `x`, such as ``"int64"``, or
             ``"uint8"`` if `x` contains bytes divided by 255. It is empty if the type has not changed.
-
         rereading: object that reads samples again for every training step, because they change at random. For all other
             purposes, `x` contains one random version of each sample. None if samples never change.
 

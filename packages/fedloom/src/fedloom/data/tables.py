@@ -193,7 +193,9 @@ class Table(Value):
         return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED_NUMBERS, dtype=torch.float64)
 
     def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
-        """Return features [N, q] of samples x [N, p], with ``fitted [n, p, .]`` (NaN where ``owner [N]`` is -1).
+        """Return features [N, q] (float32) of samples x [N, p], given ``fitted [n, p, .]`` and clients ``owner [N]``.
+
+        The features are NaN where the owner is -1.
 
         Raises:
             DataError: the samples do not have the number of columns of the table.

@@ -70,7 +70,7 @@ class EarlyStop(Value):
     def best_round(self, records: Records) -> int | None:
         """Return the best evaluated round (counted from 1).
 
-        Return None if the metric was never measured after round 0.
+        Return None if the metric was never measured in round 1 or later.
         """
         history = [(round, value) for round, value in self._history(records)[1] if round]
         return history[self._best(history)][0] if history else None

@@ -71,7 +71,7 @@ class Records:
 
     Args:
         items: records to hold.
-        ids: ids of the evaluated clients ``[s]``  in ascending order, or None if all clients are evaluated.
+        ids: ids of the evaluated clients ``[s]`` in ascending order, or None if all clients are evaluated.
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
@@ -87,7 +87,7 @@ class Records:
         return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
-        """Return a sorted table with the columns round, client, model, part, metric and value. Sorted."""
+        """Return a sorted table with the columns round, client, model, part, metric and value."""
         items = sorted(self.items, key=lambda r: (r[:4], not r.total))
         keys = dict(zip(Record._fields, zip(*items, strict=True), strict=True)) if items else {}
         place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))

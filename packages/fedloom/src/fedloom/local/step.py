@@ -74,6 +74,6 @@ def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
 
 
 def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:
-    """Return rows ``[m, .]`` of ``new`` for clients that take a step in the round, and of ``old`` for  all others."""
+    """Return rows ``[m, .]`` of ``new`` for clients that take a step in the round, and of ``old`` for all others."""
     moved = work.steps > 0
     return new if bool(moved.all()) else torch.where(moved, new, old)

@@ -217,8 +217,9 @@ def try_out(
     """Apply a module to two samples, and check the shape of the output.
 
     The values of the samples are 0. If the module fails on them, the values are 1, because a module may mask all
-    positions with value 0; for tokens, the values are always 1. If some layers normalize each sample with the other
-    samples of the batch, the module is also applied to a single sample.
+    positions with value 0; for tokens, the values are always 1. The module is also applied to a single sample, for
+    which the output must have the same shape. If some layers normalize each sample with the other samples of the batch,
+    the module must not fail on a single sample.
 
     Raises:
         ConfigError: the module fails, its output has a different shape than `ModelSpec` describes, or the output

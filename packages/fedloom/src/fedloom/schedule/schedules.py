@@ -60,7 +60,7 @@ class OverSelection(Schedule):
 class Stream(Schedule, ABC):
     """Schedule in which clients train continuously.
 
-    A client that has replied is replaced by a client with the newest model.
+    As soon as a client has replied, it is replaced by a client with the newest model.
 
     A step of the server uses the uploads that arrive first. The staleness of an upload is the number of steps that the
     server took while the client trained. The change in an upload is multiplied by a factor that decreases with the

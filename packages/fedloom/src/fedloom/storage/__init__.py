@@ -1,6 +1,6 @@
 """Storage in files that are either written completely or not at all.
 
-TOML. The files hold clients' rows, checkpoints, and the undo journal of the rows.
+The files hold TOML documents, clients' rows, checkpoints, and the undo journal of the rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Disk primitives, with which all changes to a run directory are made.
 
 The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, which allows
-a test to stop the process at this point. While a hook is set, each write is split into two halves, and the step
-``"tear"`` is between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it
-were killed.
+a test to stop the process at this point. If a test may stop the process there, each write is split into two halves, and
+the step ``"tear"`` is between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive
+as if it were killed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_watched() -> bool:
 
 
 def regular(path: Path) -> Path:
-    """Return a path after checking that it is a regular file or does not exist. Return it.
+    """Return a path after checking that it is a regular file or does not exist.
 
     Raises:
         OSError: the path is a pipe, a socket, a device or a folder. This check prevents waiting for a writer, as

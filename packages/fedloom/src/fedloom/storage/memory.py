@@ -48,9 +48,9 @@ class Forked:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, memory: Memory | None, large: bool = False) -> Tensor:
-    """Memory that does not use any space until something is written to it.
+    """Return a tensor that does not use any space until something is written to it.
 
-    Return a tensor of zeros, which is shared if the processes share the memory.
+    The tensor contains zeros if processes share the memory, and arbitrary numbers otherwise.
     """
     size = prod(shape) * dtype.itemsize
     if memory is None or not size:

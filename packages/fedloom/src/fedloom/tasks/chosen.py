@@ -190,7 +190,7 @@ class Chosen:
 
 
 def labels(classes: Sequence[str]) -> list[str]:
-    """Return class names in a form that fits into names of metrics: short, without slashes or brackets, and unique.
+    """Return class names as parts of metric names: at most 40 characters, no slashes or brackets, all different.
 
     >>> labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']

@@ -246,11 +246,11 @@ class MultiLabel(TaskKind):
 
 
 class Regression(TaskKind):
-    """Real targets.
+    """Regression on k real targets.
 
-    Regression on k real targets. The loss is the mean squared error over the k outputs (without a factor 1/2).
+    The loss is the mean squared error over the k outputs (without a factor 1/2).
 
-    Metrics: ``loss``. ``mae`` and ``rmse`` are means over samples and outputs. ``r2`` is the mean over outputs of 1 -
+    Metrics: ``loss``. ``mae`` and ``rmse`` are taken over samples and outputs. ``r2`` is the mean over outputs of 1 -
     SSE / SST, where SST is the sum of squares around the client's own mean.
     """
 

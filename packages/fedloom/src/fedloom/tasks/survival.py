@@ -4,11 +4,11 @@ In this module, b is the number of samples in a batch, N is the number of sample
 number of clients. A target consists of a time and an indicator, which is 1 for an event and 0 if the time is censored.
 
 References:
-    Partial likelihood: D. R. The partial likelihood is due to Cox, JRSS B 1972. Ties by B. Efron, JASA 1977. Networks:
-    J. L. Katzman et al., "DeepSurv", BMC Med. Res. Methodol. 2018. The risk sets of a batch follow H. Kvamme
-        et al., "Time-to-event prediction with neural networks and Cox regression", JMLR 2019, Section 3.2.
-    Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan and P. Meier, JASA 1958. C-index: F. E. Harrell
-    et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf et al., Stat. Med. 1999.
+    Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977. Networks: J. L. Katzman et al., "DeepSurv",
+    BMC Med. Res. Methodol. 2018. Risk sets of a batch: H. Kvamme et al., "Time-to-event prediction with neural networks
+    and Cox regression", JMLR 2019, Section 3.2. Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan
+    and P. Meier, JASA 1958. C-index: F. E. Harrell et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf
+    et al., Stat. Med. 1999.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Survival(TaskKind):
 
 
 class SurvivalRows(NamedTuple):
-    """Rows of one client: scores ``z [N]``, which are higher for earlier events, times ``[N]`` and events ``[N]``."""
+    """Rows of one client: scores ``z [N]``, which are higher for earlier events, ``time [N]`` and ``event [N]``."""
 
     z: Floats
     time: Floats

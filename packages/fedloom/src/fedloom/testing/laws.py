@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the algorithm does not change, and that equal calls without global generators give equal bits."""
+    """Check that the algorithm does not change, gives equal bits in equal calls, and uses no global generator."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()

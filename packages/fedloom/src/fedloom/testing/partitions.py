@@ -29,7 +29,7 @@ PARTITION_SEED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Input of a law: a partition and a data set."""
+    """Input of a law: a partition, a data set, and an unchanged copy of the data set."""
 
     partition: Partition
     data: Dataset

@@ -55,8 +55,8 @@ def export_model(
       of the columns in both inputs, in order. A missing or unknown text is imputed as in training. The graph also
       returns ``class`` ``[batch]``, which contains the names of the predicted classes.
     - For a table, ``torch`` accepts numbers and texts together as ``samples`` ``[batch, p]`` float64, with texts as
-    codes. `load` converts rows to this form. - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in
-    which tokens are padded with 0. With a
+      codes. `load` converts rows to this form.
+    - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in which tokens are padded with 0. With a
       label per position, they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
     - For other data, both formats accept ``samples`` ``[batch, *shape]`` of a single dtype, because a graph cannot
       choose by dtype. If the model was trained on bytes, this is uint8, which is divided by 255. Otherwise it is

@@ -40,7 +40,7 @@ MOST_MODELS = int(Shared.model_fields["models_per_round"].default)
 MODELS_TRIED = 12
 LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
 """Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
-BOMB_BYTES, BOMB_PATIENCE = 1 << 30, 90.0
+BOMB_BYTES = 1 << 30
 """Number of bytes to which a crafted table decompresses."""
 BIDI_NAME = "age\u202egnp"
 

@@ -167,8 +167,8 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
     """Check that every advertisement comes from its site and belongs to this session.
 
     Raises:
-        Broken: an advertisement is forged, belongs to a different session or an unknown client, or repeats a client or
-            a key.
+        Broken: an advertisement is forged, belongs to a different session or an unknown client, repeats a client or a
+            key, or contains a key with which no site has a common secret.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise Broken("the keys of one site are advertised twice")
@@ -182,6 +182,8 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
             keys[a.client].verify(a.signature, _advertised(session, a))
         except InvalidSignature:
             raise Broken(f"the keys of client {a.client} are not signed by that client for this session") from None
+        for public in (a.sealing, a.masking):  # a point of small order gives no common secret with any private key
+            common(private_key(bytes(KEY_BYTES)), public)
 
 
 def _advertised(session: bytes, a: Advert) -> bytes:

@@ -103,7 +103,11 @@ def open_share(
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
-    return decrypted(session, common(private_key(secrets.sealing), sealed[:KEY_BYTES]), sender, client, sealed)
+    try:
+        secret = common(private_key(secrets.sealing), sealed[:KEY_BYTES])
+    except Broken as error:
+        raise Unreadable(str(error)) from None
+    return decrypted(session, secret, sender, client, sealed)
 
 
 def is_signed(session: Session, sender: int, to: int, sealed: bytes, public: Ed25519PublicKey) -> bool:

@@ -213,7 +213,7 @@ class SiteState:
                 path.replace(path.with_suffix(".damaged"))
             self.notes.append(f"{path} is damaged: set aside")
             return None
-        about = _about(path, data)
+        about = _about(data)
         if about is None or {k: about.get(k) for k in self._key} != self._key or about["round"] != round:
             self.notes.append(f"{path} belongs to another experiment, so it is not used")
             return None
@@ -266,7 +266,7 @@ def models(state: Path) -> list[SiteModel]:
     return newest
 
 
-def _about(path: Path, data: bytes) -> dict[str, Any] | None:
+def _about(data: bytes) -> dict[str, Any] | None:
     """Return the metadata in the header of a state file in safetensors format, or None if the header is damaged."""
     try:
         length = int.from_bytes(data[:8], "little")

@@ -62,7 +62,7 @@ class Clustered(SizedSampler):
 
     @property
     def by_samples(self) -> bool:
-        """True unless all clients have the same probability."""
+        """True unless ``masses`` is uniform."""
         return self.masses == "samples"
 
     def remarks(self, ctx: Ctx) -> list[str]:

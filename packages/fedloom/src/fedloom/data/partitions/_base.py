@@ -132,7 +132,7 @@ class Partition(Value):
         self._check_design(data)
         pool = self.pool_of(data)
         with attribute_error("partition", self, f"draw, seed {seed}"):
-            draw, is_unseeded = self._drawn(pool, seed_of_draw)
+            draw, is_unseeded = self._draw_seeded(pool, seed_of_draw)
         draw = self._complete_subjects(draw, data, pool)
         held = draw.dealt if draw.test is None else concatenate_dealt(draw.dealt, draw.test)
         self._check(draw, held, data)
@@ -188,7 +188,7 @@ class Partition(Value):
             ),
         )
 
-    def _drawn(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
+    def _draw_seeded(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
         """Return the draw, and True if the class is a user's and a second draw with this seed differs.
 
         The global generators are seeded, because a user's code may draw from them.

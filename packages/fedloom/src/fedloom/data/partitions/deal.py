@@ -107,7 +107,7 @@ def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> De
 
 
 def cut_by(shares: Floats, totals: Ints) -> Ints:
-    """Convert shares ``[n, C]`` (with columns that sum to 1) to counts by cumulative sums, as in NIID-Bench."""
+    """Convert shares ``[n, C]`` (with columns that sum to 1) to counts by floored cumulative sums, as in NIID-Bench."""
     ends = np.floor(np.cumsum(shares, 0) * totals + 1e-9).astype(np.int64)
     ends[-1] = totals
     return np.diff(ends, axis=0, prepend=0)

@@ -106,8 +106,8 @@ class Rotated(Sized):
     """Feature skew: clients have rotated and inverted images (as in IFCA's Rotated MNIST).
 
     The clients form one block for each view: first all rotations, then all rotations of inverted images. Clients in the
-        first block have unchanged images. All parts of a client have the same view. The images in the common test set
-        are unchanged.
+    first block have unchanged images. All parts of a client have the same view. The images in the common test set are
+    unchanged.
     """
 
     kind: ClassVar[str] = "rotated"

@@ -122,7 +122,7 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
         ):
             shown = ", ".join("c" if size is None else str(size) for size in shape)
             what = {"f": "numbers", "b": "booleans", "i": "integers"}[kinds[0]]
-            raise ValueError(f"{name} must be a numpy array [{shown}] of {what}, got {_shown(values)}")
+            raise ValueError(f"{name} must be a numpy array [{shown}] of {what}, got {_describe_type(values)}")
     if draw.noise is not None and not (np.isfinite(draw.noise) & (draw.noise >= 0)).all():
         raise ValueError("noise must be standard deviations of at least 0")
     if draw.relabel is not None and not ((draw.relabel >= 0) & (draw.relabel < classes)).all():
@@ -153,11 +153,11 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
 def _check_lists(name: str, lists: Any, samples: int) -> None:
     """Raise if the samples of the clients are not valid positions, or if a client has a sample twice."""
     if not isinstance(lists, Dealt):
-        raise ValueError(f"{name} must be fl.partitions.Dealt(index, offsets), got {_shown(lists)}")
+        raise ValueError(f"{name} must be fl.partitions.Dealt(index, offsets), got {_describe_type(lists)}")
     index, offsets = lists
     _check_positions(f"{name}: index", index, samples)
     if not _holds_integers(offsets):
-        raise ValueError(f"{name}: offsets must be a numpy array [n + 1] of integers, got {_shown(offsets)}")
+        raise ValueError(f"{name}: offsets must be a numpy array [n + 1] of integers, got {_describe_type(offsets)}")
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
         raise ValueError(
             f"{name}: offsets [n + 1] must increase from 0 to the {len(index)} entries of index, got {offsets}"
@@ -168,7 +168,7 @@ def _check_lists(name: str, lists: Any, samples: int) -> None:
 def _check_positions(name: str, index: Any, samples: int) -> None:
     """Raise if positions are not integers within the data set."""
     if not _holds_integers(index):
-        raise ValueError(f"{name} must be a numpy array [k] of integers, got {_shown(index)}")
+        raise ValueError(f"{name} must be a numpy array [k] of integers, got {_describe_type(index)}")
     if len(index) and (index.min() < 0 or index.max() >= samples):
         raise ValueError(f"{name} must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
 
@@ -186,6 +186,6 @@ def _holds_integers(values: Any) -> bool:
     return isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu"
 
 
-def _shown(values: Any) -> str:
+def _describe_type(values: Any) -> str:
     kind = type(values).__name__
     return f"{kind} of {values.dtype} {[*values.shape]}" if hasattr(values, "dtype") else kind

@@ -211,8 +211,9 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 def has_channels_last(shape: Sequence[int]) -> bool:
     """Return True if an array ``[N, ...]`` has the shape of images with the channels last.
 
-    The last axis must be a common number of channels (see `CHANNEL_COUNTS`) and the first one must not, or the last
-    axis must be 2 or smaller than the sides of square images, such as satellite images.
+    The first axis must not be a common number of channels (see `CHANNEL_COUNTS`). The last axis must be such a number.
+    If the first axis is not 2, the last axis may also be 2 or smaller than the sides of square images, such as
+    satellite images.
     """
     if len(shape) != 4 or shape[1] in CHANNEL_COUNTS:
         return False
@@ -437,4 +438,5 @@ def as_array(values: object) -> NDArray[Any]:
         return dense
     array = np.asarray(values)
     array = array.astype(object) if array.dtype.kind == "T" else array
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch reads no other byte order
     return array.astype(np.float32) if array.dtype == np.float16 else array

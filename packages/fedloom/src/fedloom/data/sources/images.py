@@ -22,6 +22,8 @@ from fedloom.errors import DataError
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 SIDE_LIMIT = 8192
+DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+"""Modes with more than 8 bits per pixel. Pillow clips their numbers to 255 when it converts them."""
 
 
 def is_image(name: str) -> bool:
@@ -48,8 +50,15 @@ class _Pictures:
             content = io.BytesIO(entry.stream.read())
             with warnings.catch_warnings(action="ignore"), Image.open(content, formats=IMAGE_FORMATS) as image:
                 self._check(entry, image.size)
+                if image.mode in DEEP_MODES:
+                    raise DataError(
+                        f"{entry.where}: has more than 8 bits per pixel (mode {image.mode}), but images are read as "
+                        "bytes, and the range of the numbers is unknown. Convert the images to 8 bits, such as "
+                        "numpy.uint8(numpy.asarray(image) / largest * 255), or pass floats from 0 to 1 as an array or "
+                        "NPZ file"
+                    )
                 if self._mode is None:
-                    self._mode = "L" if image.mode in ("1", "L", "I;16") else "RGB"
+                    self._mode = "L" if image.mode in ("1", "L") else "RGB"
                 picture = image.convert(self._mode)
                 if self._side is not None:
                     picture = picture.resize((self._side, self._side), Image.Resampling.BILINEAR)

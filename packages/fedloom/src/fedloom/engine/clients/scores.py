@@ -95,7 +95,8 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
 def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
     """Return the clients' personal models ``[m, d]``.
 
-    After round 0, a client that has never participated first trains once from the initial client state.
+    A client that has never participated first trains once from the initial client state. Before round 1, it trains only
+    if `Evaluate.personal_at_start` is True.
 
     Raises:
         ClientError: the method's code failed.

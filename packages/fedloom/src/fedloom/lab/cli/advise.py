@@ -52,7 +52,7 @@ def advise(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Advise which method to use for your clients, and with which settings.
+    """Advise which method and settings to use for your clients.
 
     A few methods compete on validation data. Run the same command again to resume. Test data are never read.
 

@@ -237,7 +237,7 @@ def adapt(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Train a personal model for a client that was not part of the run.
+    """Train a personal model for a client that was not in the run.
 
     The model is trained with the client step of the method itself.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
@@ -31,8 +30,6 @@ class Range(Value):
 
 Dimension = Range | tuple[Scalar, ...]
 """Search space of one setting: a range, or a list of choices. An empty list leaves the setting unchanged."""
-Space = Mapping[str, Dimension]
-"""Search spaces of a method's settings, keyed by name, such as ``mu`` or ``local.lr``."""
 
 
 class Tune(Value):

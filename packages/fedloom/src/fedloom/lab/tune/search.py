@@ -285,8 +285,8 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
     if not sum(counts):
         return []
     return [
-        f"{write_singular(f'settings were chosen by {sum(counts)} trials')} on the same data. The epsilon of a run does "
-        "not include the choice among trials. Add the epsilon of each trial (basic composition), or "
+        f"{write_singular(f'settings were chosen by {sum(counts)} trials')} on the same data. The epsilon of a run "
+        "does not include the choice among trials. Add the epsilon of each trial (basic composition), or "
         "choose on public data."
     ]
 

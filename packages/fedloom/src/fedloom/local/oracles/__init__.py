@@ -45,9 +45,9 @@ def make_oracle(
     """Create the oracle that computes gradients of a model on a federation.
 
     ``auto`` follows a fixed rule: `Fused` computes models of linear layers with pointwise activations. On a CPU, it
-        also computes larger networks whose bodies consist of such layers (`fedloom.models.parts.Bodied`). `Looped`
-        computes a model that uses batch statistics, changes buffers or attributes in training, draws its own random
-        numbers, or is rejected by vmap. All other models use `Looped` on a CPU and `Stacked` on an accelerator.
+    also computes larger networks whose bodies consist of such layers (`fedloom.models.parts.Bodied`). `Looped` computes
+    a model that uses batch statistics, changes buffers or attributes in training, draws its own random numbers, or is
+    rejected by vmap. All other models use `Looped` on a CPU and `Stacked` on an accelerator.
 
     Raises:
         ConfigError: the name is unknown.

@@ -103,8 +103,8 @@ class Oracle(ABC):
                 an SGD step in one pass.
             w: models ``[m, d]`` at which the gradient is computed.
             batch: one batch for each row.
-            beta: factor of ``out``, a number or ``[m, 1]``. If it is 0, the old values are ignored, even if they are
-                not finite.
+            beta: factor of ``out``, a number or ``[m, 1]``. If it is the number 0, the old values are ignored, even if
+                they are not finite.
             alpha: factor of the gradient.
             steady: vector ``[m, d]``, or None for zero.
             functions: functions of the terms on the representation.

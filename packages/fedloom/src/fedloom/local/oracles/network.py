@@ -392,7 +392,7 @@ class Network(Oracle):
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     """Multiply ``target`` in place by ``beta``, which is one number or one per client.
 
-    A factor of 0 sets the target to zero even if old values are not finite.
+    The number 0 sets the target to zero even if old values are not finite.
     """
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))

@@ -61,8 +61,7 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 def mixes_samples(module: nn.Module, fed: Federation) -> bool:
     """Return True if the outputs for a sample depend on the other samples of a batch, for example by a wrong axis.
 
-    A copy runs in evaluation mode. A module that fails there is not judged, and neither is normalization by the
-    statistics of a batch.
+    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count.
     """
     if batch_norm_layers(module):
         return False
@@ -71,7 +70,7 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
         with as_global(generator(0, purpose="probe"), fed.device), torch.no_grad():
             try:
                 outputs.append(probe(x[pair])[0].nan_to_num())
-            except Exception:  # of blank samples, for example
+            except Exception:  # of a user's code for these samples: the run names it if it uses them
                 return False
     one, other = outputs
     return not torch.allclose(one, other, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)

@@ -203,7 +203,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 
 
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
-    """Return errors for agreed columns in which most levels are unknown, for example due to another spelling."""
+    """Return errors for agreed columns in which most cells have an unknown level, e.g. due to spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
         f"({column.shown}). Correct them, or agree on these levels too"
