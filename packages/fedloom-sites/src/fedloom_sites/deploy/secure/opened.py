@@ -49,7 +49,7 @@ class OpenedSums:
             this experiment.
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
         changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
-        steady: minimum number of sites in a sum that have never left or returned.
+        steady: minimum number of sites in a sum that have never changed (see `Changes`).
         own: name of this site.
     """
 

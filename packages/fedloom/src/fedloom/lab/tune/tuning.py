@@ -78,8 +78,7 @@ TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
-"""Names of the files and folders that a search creates in its directory."""
-"""The first entries are its folders."""
+"""Names of the files and folders that a search creates in its directory. The first entries are its folders."""
 
 OnTrial = Callable[[str, Trial], None]
 """Function that is called with (label, trial) after every trial."""
