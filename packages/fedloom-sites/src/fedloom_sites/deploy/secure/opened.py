@@ -29,7 +29,7 @@ from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 EXPERIMENTS_REMEMBERED = 32
-"""Number of most recent experiments whose summed models a site remembers.
+"""Number of recent experiments for which a site stores the summed models.
 
 The sites in the latest sum are remembered across all experiments.
 """

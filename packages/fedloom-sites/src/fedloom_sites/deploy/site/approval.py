@@ -73,8 +73,8 @@ def check_data_name(site: Site) -> None:
     earlier version of fedloom, or because the list of names was lost), a new source takes one of their names.
 
     Raises:
-        ConfigError: the source has another name at this site, a new name could hide the memory of its samples, or the
-            list of names is damaged.
+        ConfigError: the source is registered under a different name at this site, a new name could bypass the record of
+            the samples that were used before, or the list of names is damaged.
     """
     if (site.secure is None and site.epsilon is None) or site.snapshot is not None:  # `declare` has checked its source
         return

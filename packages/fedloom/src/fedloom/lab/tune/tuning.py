@@ -246,7 +246,7 @@ class Tuning:
         """
         check_executor(executor)
         if join:
-            raise ConfigError("an executor distributes the work itself. Leave join out")
+            raise ConfigError("an executor already distributes the work. Omit `join`")
         tune = {key: value for key, value in self._recorded_identity()["tune"].items() if key in Tune.model_fields}
         luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
         with lock(self.out), interruptible() as interrupted:
