@@ -210,7 +210,10 @@ def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(t
 
 
 def test_a_site_that_is_renamed_has_no_further_changes(tmp_path: Path) -> None:
-    """A site that has used its changes is in no sum, also if the next agreement gives it another name."""
+    """A site that has used its changes is in no sum, also if the next agreement gives it another name.
+
+    The site's own settings may have the new name as well, or only the list by which the other sites count changes.
+    """
     fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 1}), (1,) * 5)
     rest = range(4)
     assert fed.sum("uploads", range(5), range(5))
@@ -219,12 +222,13 @@ def test_a_site_that_is_renamed_has_no_further_changes(tmp_path: Path) -> None:
     secure_of = fed.settings[4].secure
     assert secure_of is not None
     renamed = secure_of.with_(names=(*secure_of.names[:4], "another"))
-    fed.here = fed.here._replace(
-        sites=[s.with_(secure=renamed, **({"site": "another"} if s.client == 4 else {})) for s in fed.here.sites]
-    )
-    fed.begin(1)
-    assert not fed.sum("uploads", range(5), range(5))
-    assert "this site took part in earlier sums over these data under another name" in fed.refused[-1]
+    for experiment, name in enumerate(("another", fed.settings[4].site), 1):
+        fed.here = fed.here._replace(
+            sites=[s.with_(secure=renamed, **({"site": name} if s.client == 4 else {})) for s in fed.here.sites]
+        )
+        fed.begin(experiment)
+        assert not fed.sum("uploads", range(5), range(5))
+        assert "this site took part in earlier sums over these data under another name" in fed.refused[-1]
     assert fed.sum("uploads", rest, rest)
 
 
@@ -359,6 +363,12 @@ def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: 
     assert first.changed([*bases], weights, States("one", 5, bases)) == moved
     scored = first.add_sum("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
     assert scored.changed([*bases], weights, States("one", 5, bases)) == moved  # a sum of scores moves no state
+    if moved == {"d"}:  # a sum from another state of d differs from the next one, as a sum without d does
+        after = first.add_sum([*bases], weights, States("one", 5, bases))
+        following = States("one", 6, dict.fromkeys(bases, 5))
+        assert after.changed([*bases], weights, following) == moved
+        with pytest.raises(Broken, match="they differ in d"):
+            after.add_sum([*bases], weights, following)
     again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
 
