@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +20,15 @@ from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, States, re
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
+from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.sums import SecureSums
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
 from tests.deploy.scene import Scene, signing_key_of
-from tests.deploy.sessions import losing, secured, sum_honestly
+from tests.deploy.sessions import losing, secured, sum_honestly, terms_of
 from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")
@@ -371,6 +373,25 @@ def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: 
             after.add_sum([*bases], weights, following)
     again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
+
+
+def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server stopped after a sum of scores, and was upgraded to a version that sums fewer numbers."""
+    here = secured(tmp_path, "fedavg")
+    sums, terms = SecureSums(cast(Any, None), here.server), terms_of(5)
+    advert = secure.advertise(b"", 0, secure.new_secrets(), signing_key_of(0))
+    new, old = (
+        PendingSum(
+            1, bytes(16), secure.write_adverts([advert]), b"", [0], [0], {0: bytes(64)}, terms.sums,
+            terms.model_digests, np.zeros(length, dtype=np.uint64), told=True,
+        )
+        for length in (4, 6)
+    )  # fmt: skip
+    monkeypatch.setattr(sums, "_collected", lambda *_: new)
+    weights = dict.fromkeys(range(5), (1.0,))
+    for kept, length in ((old, 4), (old, 6)):  # the second one is of this version
+        PendingSums(here.server.checkpoints).keep(kept)
+        assert sums.sum(terms, weights, cast(Any, None), length, lambda total, _: len(total)).value == length
 
 
 def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
