@@ -5,12 +5,12 @@ by only one site therefore reveal the upload of this site. For this reason, all 
 absent, the other sites sign a sum without it (`protocol.statement`), and later a sum that includes it again. Each such
 change reveals one difference of that site's uploads. Every site therefore counts the changes of every other site. Once
 a site has used up the agreed number of changes, the other sites refuse to sign any sum that would be another change of
-this site, and no site opens a sum with too few signatures. The uploads of sites that have left or returned are assumed
-to be known to the server. Every sum must therefore contain enough sites that have never left or returned: any
-combination of sums that a server computes contains either all of these sites or none of them. A site is also recorded
-as changed if its weight changes relative to the other sites' weights, because two sums of the same sites with different
-weights reveal just as much. The same holds for a site that answers from another state than the other
-sites: an upload that is a difference from the state, such as SCAFFOLD's, is then large at this site alone.
+this site, and no site opens a sum with too few signatures. The uploads of sites that have changed are assumed to be
+known to the server. Every sum must therefore contain enough sites that have never changed: any combination of sums that
+a server computes contains either all of these sites or none of them. A site is also recorded as changed if its weight
+changes relative to the other sites' weights, because two sums of the same sites with different weights reveal just as
+much. The same holds for a site that answers from another state than the other sites: an upload that is a difference
+from the state, such as SCAFFOLD's, is then large at this site alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Changes(NamedTuple):
             `changes` keyed by site, the `states` of the latest sum of uploads, and the sites that answered the latest
             sum from another state than most (`moved`). Empty before the first sum.
         limit: maximum number of changes per site.
-        steady: minimum number of sites in a sum that have never left or returned.
+        steady: minimum number of sites in a sum that have never changed.
     """
 
     record: Mapping[str, Any]

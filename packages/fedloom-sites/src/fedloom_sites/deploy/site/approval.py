@@ -78,8 +78,8 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
             compares analyses or snapshots with earlier ones of the same name.
 
     Raises:
-        ConfigError: the source has another name at this site, a new name could hide the memory of its samples, or the
-            list of names is damaged.
+        ConfigError: the source is registered under a different name at this site, a new name could bypass the record of
+            the samples that were used before, or the list of names is damaged.
     """
     if site.snapshot is not None or not (remembers_answers or site.secure is not None or site.epsilon is not None):
         return  # `declare` has checked the source of a snapshot
