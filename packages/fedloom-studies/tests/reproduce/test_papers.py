@@ -252,8 +252,7 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
     assert "[not tested (needs a GPU)](papers/tiny.md)" in headline(text)
     assert "holds" not in headline(text)
     assert (
-        "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda` "
-        "(about 3 core-days of one processor core)." in text
+        "This experiment needs a GPU: `fedloom reproduce tiny --scale full --device cuda` (about 3 core-days)." in text
     )
     absent = overview({"tiny": less}, {"tiny": as_run(less)}, {"tiny": Need(4320, ["x"])})
     assert "needs a GPU and the data of x: `fedloom reproduce tiny" in absent
@@ -344,7 +343,8 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
         assert f") {word} |" in first
         assert ") not tested (not covered) |" in first
         counted = f"{missing} {'is' if missing == 1 else 'are'} not tested (not run)"
-        assert f"Fair: {1 + missing} of {1 + missing} claims are covered. Of these, 1 holds, {counted}." in text
+        covered = f"{1 + missing} of {1 + missing} claims are covered"
+        assert f"In a fair test, {covered}. Of these, 1 holds and {counted}." in text
 
 
 def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
