@@ -45,7 +45,7 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 PAPERS_TEXT = """# Paper reproductions
 
 This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
-equal size for every method. See also [how claims are judged](#how-claims-are-judged) and the
+equal size for every method. See also [how claims are judged](#how-claims-are-judged) and the \
 [tables of results from other programs](others.md).
 """
 CLOSING_TEXT = """\
