@@ -198,7 +198,10 @@ def test_what_the_sentence_advises_gives_a_fit(tmp_path: Path) -> None:
         '[[method]]\nalgorithm = "fedavg"\n'
     )
     (tmp_path / "t.toml").write_text(text)
-    assert "marker separates the rows: its coefficient rises" in call("glm", tmp_path / "t.toml", code=2)
+    said = call("glm", tmp_path / "t.toml", code=2)
+    assert "marker separates the rows: its coefficient rises" in said
+    assert "choose the penalty 'ridge'" in said
+    assert "logistic regression" in call("glm", tmp_path / "t.toml", "--penalty", "ridge")
     (tmp_path / "t.toml").write_text(
         text.replace('client_column = "site"', 'client_column = "site"\ndrop = ["marker"]')
     )

@@ -177,7 +177,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
             b"a,y\n" + b"1,2\n" * 20,
             "no column looks like the target. Name the column with --target; columns: a, y",
         ),
-        ("a.xls", b"PK\x03\x04", "a.xls: is a spreadsheet in an older format. Save the spreadsheet as .xlsx"),
+        ("a.xls", b"PK\x03\x04", "a.xls is a spreadsheet in an older format. Save the spreadsheet as .xlsx"),
     ],
 )
 def test_where_no_draft_is_possible_a_sentence_says_why(

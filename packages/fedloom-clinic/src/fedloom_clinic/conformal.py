@@ -286,7 +286,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
 
 
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
-    """Return ranges of bins, from all bins to single bins. The halves of a range come after the range."""
+    """Return ranges of bins, from all bins to single bins. Each range is listed before its two halves."""
     ranges = [(0, bins)]
     for low, high in ranges:  # grows while it is read
         if high - low > 1:

@@ -45,7 +45,7 @@ class Penalized(ScriptedAnalysis):
     )
     strength: float | Literal["cv"] | None = Field(
         None,
-        description="strength of the ridge penalty, per row and for columns with unit standard deviation, like "
+        description="strength of the ridge penalty, scaled per row and applied to standardized columns, like "
         "lifelines' penalizer. Intercepts are not penalized. cv: chosen by cross-validated likelihood",
     )
 

@@ -335,7 +335,7 @@ def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
         first.open(c)
     assert first.shown.keys() == {4}  # which has heard of no other session: one share is no secret
     assert not first.told
-    with pytest.raises(Broken, match="1 sites sent their shares, but 3 are required"):
+    with pytest.raises(Broken, match="1 site sent their shares, but 3 are required"):
         first.counts(terms)
 
 

@@ -487,7 +487,7 @@ def broken() -> ArrayRecord:
 
 
 def test_too_few_nodes() -> None:
-    with pytest.raises(ConfigError, match="1 suitable nodes are connected, but 2 are needed"):
+    with pytest.raises(ConfigError, match="1 suitable node is connected, but 2 are needed"):
         run(App(local, 1))
 
 
@@ -864,3 +864,10 @@ def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None) -> Non
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
     with pytest.raises(RunStopped, match="no reply in any of 3 rounds, so nothing was trained. The"):
         strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedadmm"])
+def test_a_run_that_left_its_model_as_it_was_has_no_result(method: str) -> None:
+    strategy = ff.Strategy(method, Net(), wait=0.1, local={"lr": 1e-20})
+    with pytest.raises(RunStopped, match="after 1 round the global model equals the initial model"):
+        strategy.start(App(local, 3).grid, ArrayRecord(Net().state_dict()), num_rounds=1)

@@ -111,7 +111,7 @@ def capitalize(text: str) -> str:
 
 _COUNT_ADJECTIVES = (
     "benign|different|empty|equal|evaluated|evaluation|fewer|finite|further|gradient|labeled|local|missing|more|new|"
-    "numeric|other|personal|scored|sending|short|summed|test|training|unusable|usable|used|validation"
+    "numeric|other|personal|scored|sending|short|suitable|summed|test|training|unusable|usable|used|validation"
 )
 _COUNT_NOUNS = (
     "answer|attacker|batche|candidate|cell|channel|character|classe|client|cluster|column|core|epoch|error|event|"
@@ -382,7 +382,10 @@ def cause_of(error: BaseException) -> str:
     """Return a description of an unexpected error: its message and the last line of user code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
-        f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
+        f
+        for f in frames
+        if not any(part in f.filename for part in ("site-packages", "importlib"))
+        and Path(__file__).parent not in Path(f.filename).parents
     ]
     at = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{': '.join(filter(None, (type(error).__name__, str(error))))}{at}"

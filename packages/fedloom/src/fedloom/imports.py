@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, cause_of
 from fedloom.hints import nearest
 from fedloom.trust import IMPORT_PATH_PATTERN, OWN_PACKAGES, check_maker, check_module, check_part, here, is_path, vouch
 
@@ -55,11 +55,12 @@ def find(path: str, what: str, where: str = "") -> Any:
             target: Any = import_module(module)
     except ConfigError:
         raise
-    except Exception as error:
-        raise ConfigError(
-            f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}). "
-            "Install the module, add its folder to PYTHONPATH, or run in its folder"
-        ) from error
+    except (Exception, SystemExit) as error:  # of a script that ends the program
+        lacks = error.name if isinstance(error, ModuleNotFoundError) else None
+        cure = f"Correct the code of {module!r}" if lacks is None else f"Install {lacks!r}"
+        if lacks is not None and f"{module}.".startswith(f"{lacks}."):
+            cure = "Install the module, add its folder to PYTHONPATH, or run in its folder"
+        raise ConfigError(f"{place}{what} {path!r}: cannot import {module!r} ({cause_of(error)}). {cure}") from error
     for part in name.split("."):
         if not hasattr(target, part):
             public = [entry for entry in vars(target) if not entry.startswith("_")]

@@ -127,8 +127,8 @@ class Roles(NamedTuple):
         settings: metric by which `fedloom tune` compares settings. The metric is averaged over the clients for which it
             is defined. AUROC is only defined if both classes occur.
         client: metric by which the hybrid model chooses the better model for each client. For classification, this is
-            the accuracy, as in FLAME's model selection. If a class may be rare, it is the loss, because accuracies are
-            then often equal.
+            the accuracy, as in FLAME's model selection. If a class may be rare, the loss is used, because accuracies
+            are then often equal.
     """
 
     page: str

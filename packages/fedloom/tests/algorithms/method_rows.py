@@ -939,7 +939,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "server_lr": (1.0, "as FedAvg"),
         "beta": (ANY, "unknown in Equitable-FL"),
         "metric": ("accuracy", "Ezzeldin et al. 2023, Eq. 6: without a metric of groups"),
-        "group": (None, "the first of [evaluate] groups"),
+        "group": (None, "the first group of an analysis"),
         "floor": (True, "Equitable-FL: weights are lower-bounded by 0"),
     },
 }

@@ -163,7 +163,7 @@ def test_options_of_arrays() -> None:
         ),
         (lambda: Dataset.create(3), ConfigError, "int is not a known form of data. Known forms: arrays"),
         (lambda: Dataset.create((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
-        (lambda: Dataset.create(load("digits"), Y), ConfigError, "digits: is already a Dataset"),
+        (lambda: Dataset.create(load("digits"), Y), ConfigError, "digits is already a Dataset"),
         (lambda: Dataset.create(X, Y[:3]), DataError, "12 samples but 3 targets"),
         (
             lambda: Dataset.create(X.astype(str), Y[:3]),

@@ -148,6 +148,21 @@ def test_a_callback_that_changes_the_state_changes_no_number(fed: Federation) ->
     assert result.table().equals(plain.table())
 
 
+def leave(outputs: Tensor, _y: Tensor) -> float:
+    """A metric that ends the program without an error, in a batch larger than those before round 1."""
+    if len(outputs) > 64:
+        raise SystemExit(0)
+    return 1.0
+
+
+def test_code_that_ends_the_program_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(
+        f'{FILE}[task]\nmetrics = ["{__name__}:leave"]\n[[method]]\nalgorithm = "fedavg"\n'
+    )
+    said = call("run", tmp_path / "e.toml", "--out", tmp_path / "run", code=1)
+    assert "was ended by code that it called: SystemExit: 0 (test_effect.py, line" in said
+
+
 async def wait(_state: Any) -> None:
     """A callback whose call runs nothing."""
 

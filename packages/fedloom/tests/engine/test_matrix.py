@@ -119,7 +119,7 @@ REASONS = {
     ),
     "no difference": ("clips differences", "The method uploads absolute values, but only a difference can be clipped."),
     "single": (
-        "also receives uploads of single",
+        "also receives uploads from individual",
         "The server also receives single uploads, which noise on a mean does not protect.",
     ),
     "mixes itself": ("mixes single models for every", "The server already mixes the clients' models for every client."),

@@ -283,6 +283,24 @@ def test_options_of_a_user_s_class_are_checked_like_any() -> None:
         parse(document(method=[{"algorithm": f"{MODULE}:Pulled", "mu": -1.0}]))
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("raise ValueError('no')", r"\(ValueError: no \(broken_parts.py, line 1\)\)\. Correct the code"),
+        ("f(:", r"SyntaxError: .*\(broken_parts.py, line 1\)\)\. Correct the code"),
+        ("import no_such_package_here", r"line 1\)\)\. Install 'no_such_package_here'"),
+        ("import sys\nsys.exit(0)", r"\(SystemExit: 0 \(broken_parts.py, line 2\)\)\. Correct the code"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(
+    code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_parts.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        parse(document(task={"metrics": ["broken_parts:gap"]}))
+
+
 def test_code_is_not_touched_unless_it_is_named(own_module: Path) -> None:
     own_module.write_text("raise SystemExit('executed')")
     parse(document(EVERYTHING.split("[partition]")[0] + '[[method]]\nalgorithm = "fedavg"\n'))

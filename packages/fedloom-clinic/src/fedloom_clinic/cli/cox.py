@@ -76,7 +76,7 @@ def cox(
         least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
-                "sums of --bins support neither --penalty firth nor cross-validation of the strength. Use --penalty "
+                "--bins cannot be combined with --penalty firth or a cross-validated --strength. Use --penalty "
                 "ridge with a --strength that was chosen without --bins"
             )
         table = survival_rows(read(file).source, time, event, data_dir, held_out)

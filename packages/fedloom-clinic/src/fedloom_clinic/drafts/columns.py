@@ -64,12 +64,12 @@ class Survey:
 
     def __init__(self, path: Path, **options: Any) -> None:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder. Name the file of a table")
+            raise DataError(f"{path} is a folder. Name the file of a table")
         self.path = path
         self.options: dict[str, Any] = {**options}
         kind = source(path, **options)
         if not isinstance(kind, TableSource):
-            raise DataError(f"{path}: is not a table but {type(kind).__name__.lower()}. Name the file of a table")
+            raise DataError(f"{path} is not a table but {type(kind).__name__.lower()}. Name the file of a table")
         if isinstance(kind, Csv):
             signs = kind.signs()
             kind = kind.with_(**signs._asdict())

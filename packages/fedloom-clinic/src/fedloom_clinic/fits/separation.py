@@ -224,13 +224,13 @@ def no_finite_fit(
     ways = {k: "rises" if direction[k] > 0 else "falls" for k in named}
     if len(named) == 1:
         what = f"{names[named[0]]} separates the rows: its coefficient {ways[named[0]]} {without}"
-        cure = "leave it out, or merge levels until it has rows of both outcomes"
+        cure = "leave it out, merge its levels until each has rows of both outcomes, or choose the penalty 'ridge'"
     else:
         parts = [f"{names[k]} {ways[k]}" for k in named]
         what = f"{_listed([names[k] for k in named])} together separate the rows: the coefficient of {_listed(parts)}"
         what, cure = (
             f"{what} {without}",
-            "leave one of them out, or merge levels until they have rows of both outcomes",
+            "leave one of them out, merge levels until each has rows of both outcomes, or choose the penalty 'ridge'",
         )
     return DataError(f"no finite fit: {what}; {cure}")
 

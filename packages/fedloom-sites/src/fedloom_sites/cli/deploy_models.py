@@ -98,7 +98,7 @@ def evaluate(
 ) -> None:
     """Score a site's model, or find what drives its predictions.
 
-    The rows are scaled and predicted in the same way as the site's own data.
+    The rows are scaled, and predictions are made, in the same way as for the site's own data.
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """

@@ -39,7 +39,7 @@ Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
 
 
 def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str, str]]:
-    """Return the column or threshold that defines each group, and the group's name, as at every other site.
+    """Return what defines each group (a column or threshold) and its name, the same at the server and the sites.
 
     Raises:
         ConfigError: the levels of a column were not agreed on.

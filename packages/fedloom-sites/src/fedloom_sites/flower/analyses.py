@@ -118,7 +118,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
             influence this decision.
     """
     if analyses is None:
-        raise ConfigError("this node answers no analyses. Pass the analyses as Local(..., analyses=Analyses(...))")
+        raise ConfigError("this node has no analyses enabled. Pass them as Local(..., analyses=Analyses(...))")
     name, step, seat = str(values["analysis"]), int(values["step"]), int(values["client"])
     one = analyses.find(name, int(values["clients"]))
     if fed.data.task != one.schema.task or fed.data.x[0].numel() != len(one.schema.columns):

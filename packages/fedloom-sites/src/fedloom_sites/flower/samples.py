@@ -61,8 +61,8 @@ class Signature(NamedTuple):
         inputs: inputs of the module, which are stored next to each other in a row. The tuple is empty if the sample is
             the only input and is passed on unchanged.
         outputs: shape of the output for one sample.
-        fields: True if the output is a dict or an object, of which only ``logits`` is used. Number of values that each
-            input occupies in a row.
+        fields: True if the output is a dict or an object, of which only ``logits`` is used.
+        positions: True if a sample has a label for each position, each with a row of ``outputs``.
     """
 
     inputs: tuple[Input, ...]

@@ -131,7 +131,8 @@ class Strategy(FlowerStrategy):
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
-            RunStopped: every node refused a round, or no reply was used in any round, so nothing was trained.
+            RunStopped: every node refused a round, no reply was used in any round, or the global model is the initial
+                one, so nothing was trained.
         """
         check_counts(num_rounds=(num_rounds, 1))
         self._unread = set[tuple[str, str]]()
@@ -172,6 +173,12 @@ class Strategy(FlowerStrategy):
                 Stop.UNUSABLE,
                 f"fedloom used no reply in any of {self.state.round} rounds, so nothing was trained. "
                 "The log states the reasons",
+            )
+        if self.state is not None and self.state.round and self._is_unchanged(initial_arrays):
+            raise RunStopped(
+                Stop.UNCHANGED,
+                f"after {self.state.round} rounds the global model equals the initial model, except for rounding "
+                "errors. Check the learning rate and the loss",
             )
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
@@ -423,6 +430,17 @@ class Strategy(FlowerStrategy):
         return Members(self._members, sizes, run), first.schema, first.signature
 
     @undisturbed()
+    def _is_unchanged(self, initial_arrays: ArrayRecord) -> bool:
+        """Return True if the run trains only a global model, and this model has not changed."""
+        newest = self._arrays()
+        if newest is None or self._running[1].has_personal:
+            return False
+        before, after = (
+            torch.cat([torch.from_numpy(arrays[name].numpy()).double().flatten() for name in newest])
+            for arrays in (initial_arrays, newest)
+        )
+        return float((after - before).norm()) <= torch.finfo(torch.float32).eps * float(before.norm())
+
     def _arrays(self) -> ArrayRecord | None:
         """Return the global model as a state dict, or None if the method has no global model."""
         _, job, state = self._running

@@ -170,7 +170,7 @@ def map_command(
             from fedloom_studies.map.elsewhere import measure_elsewhere
 
             if join or budget is not None:
-                raise ConfigError("an executor distributes the work itself. Leave --join and --budget out")
+                raise ConfigError("an executor already distributes the work. Omit --join and --budget")
             ended = measure_elsewhere(
                 open_executor(executor),
                 todo,

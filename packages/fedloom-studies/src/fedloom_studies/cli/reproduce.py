@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary
 
 CHEAP_CORE_MINUTES = 30.0
-"""Maximum cost of a recipe with five seeds, in core-minutes, at which more seeds may be added to it."""
+"""Cost of a recipe with five seeds, in core-minutes, below which more seeds may be added to it."""
 
 
 @app.command(rich_help_panel="Studies")

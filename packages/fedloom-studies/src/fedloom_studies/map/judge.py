@@ -79,7 +79,7 @@ class Standing:
 
     @property
     def better(self) -> bool:
-        """True if the method is better than both local training and FedAvg."""
+        """True if the method is better than the better of local training and FedAvg."""
         return self.verdict == PairVerdict.BETTER
 
     @property

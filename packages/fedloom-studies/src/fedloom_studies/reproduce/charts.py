@@ -1,6 +1,6 @@
 """Picture of a paper's table, for light and dark backgrounds.
 
-Our values are drawn with intervals, and those of the paper as marks.
+Our values are drawn with confidence intervals, and the paper's values are drawn as markers.
 """
 
 from __future__ import annotations

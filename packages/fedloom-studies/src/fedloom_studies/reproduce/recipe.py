@@ -223,7 +223,7 @@ class Recipe:
     scales: dict[str, dict[str, Any]]
 
     def budget(self, scale: Scale) -> float | None:
-        """Return the time limit of a scale in core-minutes. Return None if no limit is stated."""
+        """Return the time limit, in core-minutes, for a scale. Return None if no limit is stated."""
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:

@@ -398,7 +398,7 @@ class Algorithm(Value, ABC):
         return {name: value for name, value in values.items() if isinstance(value, Prox)}
 
     def part(self, name: str, layout: Layout) -> Tensor:
-        """Return the bool mask ``[d]`` for the name that a field of an upload or download gives as its ``part``."""
+        """Return the boolean mask ``[d]`` of the ``part`` that an upload or download field declares."""
         raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:

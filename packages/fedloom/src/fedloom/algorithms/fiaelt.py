@@ -91,14 +91,16 @@ class FIAELT(Algorithm):
     regulariser: Regulariser = Field(None, description="g, a function with a prox (0.01 ||x||_1 in Sec. 5)")
     tau: float = Field(0.5, gt=0, le=1, description="dual step size (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0 runs all iterations")
-    beta: Derived = by_rule(description="penalty (default: 1/(passes reach) for sgd, else 5 L; Cor. 2)")
+    beta: Derived = by_rule(description="penalty (default: 1/(passes * reach) for sgd, otherwise 5 * L; Cor. 2)")
     smooth: Derived = by_rule(description="L (default: beta/5 if beta is derived, else measured with (9))")
     solver: Solver = Field("sgd", description="SGD, SVRG (Corollary 2) or GD until (9), or the public code's SVRG")
     passes: int = Field(2, ge=1, description="maximum number of passes of sgd until (9); with 1, (9) is not checked")
     iterations: int = Field(10, ge=1, description="maximum outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2; None: an epoch's steps, at least 2)")
     lr: float | None = Field(None, gt=0, description="step size (default: 1/(8 beta) for svrg, 1/beta for gd)")
-    start: Literal["own", "server"] = Field("own", description="starting point of local work: x_i, or y")
+    start: Literal["own", "server"] = Field(
+        "own", description="starting point of local work: own (the client's x_i) or server (the server's y)"
+    )
 
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"

@@ -95,21 +95,21 @@ CENTRALIZED_PRESET = Preset(
 
 Problem: min over x of the mean loss of the pooled data.
 
-Reference: the upper reference of all papers on federated learning.
+Reference: papers on federated learning use this training as an upper limit.
 
 Kept by a client: nothing. Sent: the data, once; counted as the model's d down and up per round.
 
-Deviations: it is FedAvg with a single client that holds every training part; steps and samples are those of that
-client.
+Deviations: the method is FedAvg with one client that holds the training data of all clients. Steps and samples are
+counted for this client.
 
-Use it to see what heterogeneity costs. It is not federated.
+Use it to see how much accuracy heterogeneity costs. It is not federated.
 """,
     FedAvg,
     pooled=True,
 )
 
 EQUITABLE_FL = Preset(
-    """Equitable-FL: clusters of clients found from activations count the same in the mean.
+    """Equitable-FL: clusters of clients, found from activations, have equal weights in the mean.
 
 Problem: min over x of (1/C) sum over clusters of the mean loss of their clients.
 
@@ -122,28 +122,30 @@ Reference: "Equitable Federated Learning with Activation Clustering", arXiv:2410
     C        clusters                number of clusters
     p_i      1/(C |cluster of i|)    weight of client i
 
-Kept by a client: nothing. Sent per round: d down, d and one activation vector up. The server receives activations of
-single clients: no secure aggregation.
+Kept by a client: nothing. Sent per round: d down, d and one activation vector up. The server receives each
+client's activations, so secure aggregation is not possible.
 
-Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
+Deviations: C is the number of clusters that are not empty, so that the weights sum to 1.
 
-Defaults: mu is FedProx's. The number of clusters belongs to the federation. Where it is not given, a round takes the
-one up to sqrt(m) with the largest mean silhouette, if that is above 0.7 and no cluster is a single client, which would
-count as much as all others; else clients weigh alike, of which a run warns.
+Defaults: mu has the default of FedProx. The right number of clusters depends on the federation. If it is not set, each
+round uses the number up to sqrt(m) with the largest mean silhouette, provided that this silhouette is above 0.7 and
+that no cluster consists of one client, whose weight would equal the weight of all other clients. Otherwise all clients
+have equal weights, and a warning is issued.
 
-Attackers: activations under a forged model differ from all others, so that attackers are a cluster of their own. With C
-clusters, a forged model counts n/(C |cluster|) times as much as in FedAvg: 2.5 times for one of five clients where C is
-2. A robust aggregator does not read these weights.
+Attackers: activations under a forged model differ from all other activations, so attackers form a cluster. With C
+clusters, the weight of a forged model is n/(C |cluster|) times its weight in FedAvg, for example 2.5 times for one of
+five clients if C is 2. A robust aggregator does not use these weights.
 
-Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx. Where every
-client has one class, a few classes are a cluster, which counts as much as one of many: the model loses the others.
+Use it if groups of clients of unequal size should be served equally well. With one cluster, it is FedProx. If every
+client has only one class, a cluster may contain few classes and another cluster many. Both have the same weight, so the
+model may not learn the classes of the larger cluster.
 """,
     FedProx,
     weigher=EquitableWeigher,
 )
 
 CLUSTERED_SAMPLING = Preset(
-    """Clustered sampling: one client from each of m groups of similar or of enough clients.
+    """Clustered sampling: one client from each of m groups of similar clients, or of groups of equal size in samples.
 
 Problem: min over x of sum_i p_i f_i(x), p_i = n_i/n.
 
@@ -158,22 +160,23 @@ for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algor
     G_i          g                last change of the model by client i
     rho          distance         angle between the G_i; the tree is Ward's
 
-Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d numbers and receives single uploads: no
-secure aggregation.
+Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d numbers and receives each
+client's upload, so secure aggregation is not possible.
 
-Deviations: a client drawn from two distributions trains once and counts twice. The size of the cohort is the run's
-sampler's unless given; where everyone takes part with equal masses there is no draw, of which a run warns.
+Deviations: a client that is drawn from two distributions trains once and counts twice. If the cohort size is not set,
+it is the cohort size of the run's sampler. If all clients participate with equal probabilities, the sampler draws no
+client, and a warning is issued.
 
-Use it for cohorts that represent all clients with less variance than draws by size; the mean stays unbiased.
+Use it for cohorts that represent all clients with less variance than cohorts drawn by size. The mean stays unbiased.
 """,
     FedAvg,
     sampler=Clustered,
 )
 
 POWER_OF_CHOICE = Preset(
-    """Power-of-choice: of d candidates, those whose losses are largest.
+    """Power-of-choice: of d candidates, the clients with the largest losses train.
 
-Problem: min over x of sum_i p_i f_i(x), p_i = n_i/n, from cohorts that favour large f_i.
+Problem: min over x of sum_i p_i f_i(x), p_i = n_i/n, from cohorts that favor large f_i.
 
 Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning", AISTATS
 2022, arXiv:2010.01243, Section 4: pow-d, cpow-d (``estimate = "batch"``) and rpow-d (``estimate = "last"``).
@@ -185,24 +188,24 @@ Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Se
     F_k(w)     estimate      loss of the server's model at client k, or an estimate of it
 
 Kept by a client: nothing. Sent per round: d down, d up; before that, but for rpow-d, d
-down to every candidate and one loss up. The server receives losses of single clients.
+down to every candidate and one loss up. The server receives each client's loss.
 
-Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch. The size of the cohort is the
-run's sampler's unless given; where everyone takes part there is no choice, of which a run warns.
+Deviations: rpow-d stores the loss of a client's trained model on its last mini-batch. If the cohort size is not set, it
+is the cohort size of the run's sampler. If all clients participate, the sampler has no choice, and a warning is issued.
 
-Use it to gain speed from clients that lag behind; its limit is biased towards them.
+Use it to train faster by choosing clients with large losses. The limit of the training is biased towards these clients.
 """,
     FedAvg,
     sampler=PowerOfChoice,
 )
 
 FAIRFED_PRESET = Preset(
-    """FairFed: clients whose metric is far from the global one count less.
+    """FairFed: clients whose metric is far from the global metric have a smaller weight.
 
 Problem: min over x of sum_i omega_i f_i(x), with weights omega_i that follow the gaps of a metric.
 
 Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
-Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7; the reweighing with the gap of the accuracy.
+Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7; the weights with the gap of the accuracy.
 
     paper      here     meaning
     theta      x        server's model
@@ -210,19 +213,20 @@ Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eq. 6 and 7; the reweighing
     Delta_i    gap      |metric of client i - global metric|
     beta       beta     fairness budget
 
-Kept by a client: nothing. Sent per round: d down, d + 1 up, d + 9 with a metric of groups. The server sees the metric,
-or the counts by group, of single clients; the paper hides them by secure aggregation.
+Kept by a client: nothing. Sent per round: d down, d + 1 up, d + 9 with a metric of groups. The server sees each
+client's metric, or its counts by group, which secure aggregation hides in the paper.
 
-Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
-metric is the accuracy, as in Equitable-FL; the paper's is one of two sensitive groups, ``metric =
-"equal-opportunity"`` or ``"statistical-parity"`` with their column in ``[evaluate] groups``.
+Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is computed from the metrics of
+the cohort. The metric is the accuracy, as in Equitable-FL. The paper compares two sensitive groups instead: set
+``metric`` to ``"equal-opportunity"`` or ``"statistical-parity"``, and name the column of the groups in an analysis of
+the kind ``groups``.
 
-Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run,
-and none loses all of it. A larger step feeds on itself, since a client that counts less falls further behind. Where
-gaps are small a run is nearly FedAvg's. By the accuracy, in place of a metric of groups, it is no method for the worst
-clients: they are far from the mean.
+Defaults: beta = 1/(n rounds). A client whose gap stays one half above the mean gap loses half of a mean weight in a
+run, and no client loses its whole weight. A larger step reinforces itself, because a client with a smaller weight falls
+further behind. If gaps are small, a run hardly differs from FedAvg. With the accuracy instead of a metric of groups,
+the method does not help the worst clients, because their accuracy is far from the mean.
 
-Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by samples.
+Use it as a baseline for client weighting. With beta = 0, it is FedAvg with weights by samples.
 """,
     FedAvg,
     weigher=FairFedWeigher,

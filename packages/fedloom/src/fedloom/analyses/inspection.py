@@ -59,14 +59,14 @@ class Tsne(Analysis):
             raise ConfigError(
                 f"tsne: there is no client {unknown[0]}; the clients are numbered 0 to {fed.n - 1}",
                 rule="tsne-client-missing",
-                fix="name existing clients, or leave the option clients out",
+                fix="name existing clients, or omit the option `clients`",
             )
         sizes = fed.sizes("test")
         if all(int(sizes[i]) < FEWEST_SAMPLES for i in self.clients):
             raise Refused(
                 f"tsne needs at least {FEWEST_SAMPLES} test samples per client, but these clients have fewer",
                 rule="tsne-too-few-samples",
-                fix="choose clients with more test samples, or leave the option clients out",
+                fix="choose clients with more test samples, or omit the option `clients`",
             )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:

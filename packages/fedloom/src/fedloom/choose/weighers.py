@@ -276,7 +276,7 @@ class FairFedWeigher(Weigher):
         None,
         description=(
             "column with two levels, or a bound such as 'age>=75', that defines the groups (default: the "
-            "first of [evaluate] groups)"
+            "first group of an analysis of the kind groups)"
         ),
     )
     floor: bool = Field(
@@ -301,8 +301,8 @@ class FairFedWeigher(Weigher):
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows; name the groups in "
-                "[evaluate], for example groups = ['sex'] or ['age>=75']"
+                f"weigher.metric = {self.metric!r} compares two groups of rows. Set group, for "
+                "example group = 'sex' or group = 'age>=75', or add an analysis of the kind 'groups'"
             )
         return self.with_(group=groups[0])
 

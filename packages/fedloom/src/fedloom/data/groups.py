@@ -218,7 +218,7 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
     raise ConfigError(
         "groups of rows need a table with named columns in [data]",
         rule="groups-need-a-table",
-        fix="leave the groups out, or use a table",
+        fix="omit the groups, or use a table",
     )
 
 

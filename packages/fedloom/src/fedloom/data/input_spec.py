@@ -94,7 +94,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """Return the description of data that sites will read according to an agreement."""
+        """Return the description of the data that the sites will read under an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -149,7 +149,7 @@ class InputSpec(Value):
             return data
         if is_frame(data[0] if isinstance(data, tuple) and data else data):
             raise DataError(
-                "data: is a table. Pass fl.Dataset.create(table, LABEL, ...) with the same options as for training"
+                "data is a table. Pass fl.Dataset.create(table, LABEL, ...) with the same options as for training"
             )
         options: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         options |= {"layout": "sequence"} if len(self.shape) == 2 else {}
@@ -193,7 +193,7 @@ class InputSpec(Value):
             return self._columns(self.table, data)
         if data.prepare is not None:
             raise DataError(
-                f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}; {NO_TABLE}"
+                f"{data.name} is a table, but the model takes samples of shape {_text(self.shape)}; {NO_TABLE}"
             )
         vocabulary_used = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
         strange = [token for token in vocabulary_used if token not in self.vocabulary]
@@ -233,7 +233,7 @@ class InputSpec(Value):
 
     def _targets(self, data: Dataset) -> Tensor:
         if data.task != self.task and not (data.classed and self.classed):
-            raise DataError(f"{data.name}: is a {data.task}, but the model was trained for a {self.task}")
+            raise DataError(f"{data.name} is a {data.task}, but the model was trained for a {self.task}")
         if not self.classed:
             if data.y.shape[1] != self.targets:
                 raise DataError(
@@ -275,7 +275,7 @@ class InputSpec(Value):
         wanted = [c.name for c in table.columns]
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
-                raise DataError(f"{data.name}: is not a table with the columns {', '.join(wanted)}")
+                raise DataError(f"{data.name} is not a table with the columns {', '.join(wanted)}")
             return table.unmarked(data.x.double())
         places = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
         missing, extra = [n for n in wanted if n not in places], [n for n in places if n not in wanted]

@@ -97,7 +97,7 @@ class NewData(NamedTuple):
             return new_rows(facts, _lines(Path(data)), str(data))
         reader = self.source(data, facts)
         if keep and not isinstance(reader, TableSource):
-            raise DataError(f"{data}: is not a table, so {keep[0]!r} cannot be kept")
+            raise DataError(f"{data} is not a table, so {keep[0]!r} cannot be kept")
         if isinstance(reader, Texts):
             texts, sites = reader.rows(data_dir)
             return new_rows(facts, texts, str(data))._replace(sites=sites)

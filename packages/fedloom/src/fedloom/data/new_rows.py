@@ -139,7 +139,7 @@ def _read_columns(
     table, where = facts.table, problems.where
     if table is None:
         shape = "x".join(map(str, facts.shape))
-        raise DataError(f"{where}: is a table, but the model takes samples of shape {shape}; {NO_TABLE}")
+        raise DataError(f"{where} is a table, but the model takes samples of shape {shape}; {NO_TABLE}")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
             f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that "

@@ -265,7 +265,7 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
             "Pass x alone, or the samples as a list"
         )
     if hasattr(rows, "batch_size") and hasattr(rows, "dataset"):
-        raise ConfigError(f"{name}: is a {type(rows).__name__}. Pass its .dataset")
+        raise ConfigError(f"{name} is a {type(rows).__name__}. Pass its .dataset")
     stack = None
     if isinstance(rows, TorchDataset):
         stack = stacked_torch(rows, name, labelled=False)
@@ -277,7 +277,7 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
             )
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):
-        raise ConfigError(f"{name}: is a single picture. Pass a list of pictures")
+        raise ConfigError(f"{name} is a single picture. Pass a list of pictures")
     elif isinstance(rows, list) and rows and isinstance(rows[0], torch.Tensor):
         stack = stacked(((value, 0) for value in rows), name)
     return arrayed(rows, name)[:2] if stack is None else (stack.x, stack.dtype)

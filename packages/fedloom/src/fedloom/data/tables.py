@@ -117,7 +117,7 @@ class TableColumn(Value):
     )
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
     flag: bool = Field(default=False, description="true if an additional feature marks missing values")
-    scale: bool = Field(default=True, description="true if the number is centered and scaled")
+    scale: bool = Field(default=True, description="whether to center and scale the numeric column")
     unit: str = Field(default="", description="agreed unit of a numeric column")
     range: tuple[float, float] | None = Field(
         default=None, description="smallest and largest plausible value of a numeric column"

@@ -64,8 +64,8 @@ def check_privacy(
             )
         if any(k.single for k in fields):
             raise Refused(
-                f"aggregator 'private-mean' protects only means, but the server of {name} also "
-                "receives uploads of single clients",
+                f"aggregator 'private-mean' protects only means, but the server in {name} also "
+                "receives uploads from individual clients",
                 rule="noise-misses-single-uploads",
                 fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
             )

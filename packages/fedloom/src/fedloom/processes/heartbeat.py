@@ -91,7 +91,7 @@ class Watch:
         return f"rank-{rank}"
 
     def _end(self, what: str) -> None:
-        """End this process immediately, even if it waits for a rank that will never answer.
+        """End this process immediately, even if it is waiting for a rank that will never answer.
 
         This loses no data, because files are complete at any time.
         """

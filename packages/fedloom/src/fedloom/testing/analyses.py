@@ -208,7 +208,7 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
 def check_analysis(
     analysis: Analysis, clients: Any, *, rules: Rules | None = None, without: Collection[str] = ()
 ) -> None:
-    """Check that an analysis that is computed from sums satisfies all laws, on the data of some clients.
+    """Check, on data from several clients, that an analysis computed from sums satisfies all laws.
 
     Args:
         analysis: the value.

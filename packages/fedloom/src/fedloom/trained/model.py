@@ -409,6 +409,6 @@ def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     name = next(n for n in [*shapes_wanted, *shapes_in_file] if shapes_wanted.get(n) != shapes_in_file.get(n))
     texts = [list(of[name]) if name in of else "nothing" for of in (shapes_in_file, shapes_wanted)]
     raise LayoutError(
-        f"{path}: is a model with a different layout: {name!r} is {texts[0]} in the file and "
+        f"{path} is a model with a different layout: {name!r} is {texts[0]} in the file and "
         f"{texts[1]} in the run's model. Use a model of this run"
     )

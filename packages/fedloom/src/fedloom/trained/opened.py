@@ -33,7 +33,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     path = place_of(path, "path")
     if path.is_dir():
         files = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "there are none"
-        raise LayoutError(f"{path}: is a folder. Name a file in it that contains one model ({files})")
+        raise LayoutError(f"{path} is a folder. Name a file in it that contains one model ({files})")
     with open_tensors(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     if any(name.startswith("rows.") or "/" in name for name in tensors):

@@ -75,7 +75,9 @@ class Location(Value):
     )
     proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy, to which sites connect")
     port: int = Field(18000, ge=1, le=65535, description="port of the server behind the reverse proxy, on loopback")
-    home: Folder = Field(DEFAULT_HOME, description="folder on the machines for server/ and site/")
+    home: Folder = Field(
+        DEFAULT_HOME, description="folder on the remote machines in which server/ and site/ are placed"
+    )
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder with fedloom's programs on the machines")
     days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid, in days")
     quorum: int | None = Field(

@@ -63,7 +63,7 @@ def keys_digest(members: Sequence[Member]) -> str:
 
 
 def add(folder: Path, name: str, place: Location) -> Change:
-    """Create an agreement with a new site, with folders for server, new site and approval, and return it.
+    """Create an agreement with a new site, and folders for the server, the new site and the approval. Return it.
 
     Args:
         folder: folder of the deployment, or of its server. Only its new subfolder ``changes/NAME`` is written.

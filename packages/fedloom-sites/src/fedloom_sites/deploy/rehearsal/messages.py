@@ -277,7 +277,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of crafted analysis questions to two copies of the site that differ in one sample."""
+    """Return the outcome of crafted questions of analyses, agreed or not, to two copies that differ in one sample."""
     twins = [site.copy(), site.copy(change_first_sample(site))]
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])

@@ -96,7 +96,7 @@ class Terms(Value):
     )
 
     question: AnalysisStep | None = Field(
-        None, description="step of an analysis to sum. The session then sums nothing else"
+        None, description="step of an analysis whose answers are summed. If set, the session computes no other sum"
     )
 
     @property

@@ -271,7 +271,7 @@ class Trainer:
         if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
             raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
         if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
-            raise Refused(f"round {t}: a weight of the upload is negative")
+            raise Refused(f"round {t}: the upload contains a negative weight")
 
     @cached_property
     def _blank(self) -> Job:

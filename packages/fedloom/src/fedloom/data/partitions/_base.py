@@ -32,7 +32,7 @@ from fedloom.values import Value
 
 UNSEEDED_NOTE = (
     "partition {} draws differently in two calls with the same seed. Equal runs differ. Draw from a generator that "
-    "depends only on the argument seed, such as numpy.random.default_rng(seed)"
+    "depends only on the argument seed"
 )
 
 

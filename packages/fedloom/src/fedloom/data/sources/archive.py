@@ -184,7 +184,7 @@ def check_regular(path: Path) -> None:
         DataError: the path is a pipe, socket or device.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise DataError(f"{path}: is a pipe, socket or device. Use a regular file")
+        raise DataError(f"{path} is a pipe, socket or device. Use a regular file")
 
 
 def _is_tar(head: bytes) -> bool:

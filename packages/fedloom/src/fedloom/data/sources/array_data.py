@@ -408,7 +408,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         ) from None
     if array.dtype.names:
         raise DataError(
-            f"{name}: is a structured array with the fields {', '.join(array.dtype.names)}. Pass pandas.DataFrame(x)"
+            f"{name} is a structured array with the fields {', '.join(array.dtype.names)}. Pass pandas.DataFrame(x)"
         )
     if array.dtype == object and not mixed:
         cells = array.ravel().tolist()

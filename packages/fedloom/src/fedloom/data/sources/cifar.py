@@ -117,7 +117,7 @@ def _read(
             raise NoSamples(f"{entry.where}: contains no record. Fetch the file again")
     if x.size == 0 and pickled:
         raise DataError(
-            f"{pickled}: is a pickle, which could run code, so fedloom does not read this file. Use "
+            f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use "
             f"the binary version of the same images, {form.name}-binary.tar.gz from "
             "https://www.cs.toronto.edu/~kriz/cifar.html"
         )

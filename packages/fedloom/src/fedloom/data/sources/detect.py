@@ -76,7 +76,7 @@ def detect(path: Path) -> type[FileSource]:
     if path.is_file() and ending in BY_ENDING and not any(p.search(path.name) for p, _ in BY_NAME[:FIRST_WEAK_PATTERN]):
         return BY_ENDING[ending]
     if ending in (".xls", ".ods"):
-        raise DataError(f"{path}: is a spreadsheet in an older format. Save the spreadsheet as .xlsx")
+        raise DataError(f"{path} is a spreadsheet in an older format. Save the spreadsheet as .xlsx")
     best, looked_at = len(BY_NAME), 0
 
     def enough(name: str) -> bool:

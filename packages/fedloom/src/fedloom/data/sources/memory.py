@@ -77,7 +77,7 @@ def as_dataset(
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
             raise ConfigError(
-                f"{obj.name}: is already a Dataset. Pass target, task, test and options when you create the Dataset"
+                f"{obj.name} is already a Dataset. Pass target, task, test and options when you create the Dataset"
             )
         return obj
     if isinstance(obj, Mapping) and "train" in obj:

@@ -84,7 +84,7 @@ class Texts(FileSource):
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
         kind = detect(place)
         if not issubclass(kind, TableSource):
-            raise DataError(f"{place}: is not a table. Texts need a CSV or Parquet file with a column of texts")
+            raise DataError(f"{place} is not a table. Texts need a CSV or Parquet file with a column of texts")
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
         with table.open() as raw:
             last = next(reversed(raw.names), None)

@@ -307,7 +307,7 @@ def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
 
 
 def question_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
-    """Return the cost ``[m, 7]`` of a query, in the order of `CLIENT_COUNTS`.
+    """Return the costs of a query ``[m, 7]``, with columns in the order of `CLIENT_COUNTS`.
 
     The cost consists of the download of the model, the upload of the answer ``[m, k]``, and the ``work [m, 3]``.
     """

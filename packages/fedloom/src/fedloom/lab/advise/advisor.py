@@ -205,7 +205,7 @@ class Advisor:
         if executor is not None:
             check_executor(executor)
             if join:
-                raise ConfigError("an executor distributes the work itself: leave join out")
+                raise ConfigError("an executor already distributes the work. Omit `join`")
         do = self._train_here
         if executor is not None:
             luggage = pack_experiment(self._entries.base, self._checksum)

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -21,7 +22,17 @@ import typer
 from typer import core
 from typer.core import TyperGroup
 
-from fedloom.errors import PLAIN_KEYS, ConfigError, DataError, FedloomError, RunStopped, Stop, printable, write_singular
+from fedloom.errors import (
+    PLAIN_KEYS,
+    ConfigError,
+    DataError,
+    FedloomError,
+    RunStopped,
+    Stop,
+    cause_of,
+    printable,
+    write_singular,
+)
 from fedloom.hints import RENAMED_KEYS
 from fedloom.version import __version__
 
@@ -360,6 +371,13 @@ def errors() -> Iterator[None]:
             )
             raise typer.Exit(2) from None
         say(f"error: {error.filename}: {error.strerror}. Check the path and its permissions", err=True)
+        raise typer.Exit(1) from None
+    except SystemExit as end:
+        if traceback.extract_tb(end.__traceback__)[-1].name == "join_ranks":  # another rank names the cause
+            raise
+        say(
+            f"error: the program was ended by code that it called: {cause_of(end)}. Raise another error there", err=True
+        )
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         package = PACKAGES_BY_MODULE.get((error.name or "").partition(".")[0])

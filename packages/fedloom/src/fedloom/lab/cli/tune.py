@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def tune(
     file: FileArgument,
     out: Annotated[
-        Path | None, typer.Option(help="directory of the search (default: runs/<name of the file>-tune)")
+        Path | None, typer.Option(help="output directory of the search (default: runs/<name of the file>-tune)")
     ] = None,
     trials: Annotated[
         int | None, typer.Option(min=1, help="number of trials per method. Replaces [tune] trials")

@@ -228,7 +228,7 @@ class Plan:
         """Raise an error if no executor can run the experiment, before any work is done."""
         check_executor(executor)
         if join or self.ranks.size > 1:
-            raise ConfigError("an executor distributes the work itself. Leave join and torchrun out")
+            raise ConfigError("an executor already distributes the work. Omit `join` and torchrun")
         self._luggage()
 
     def _luggage(self) -> Luggage:

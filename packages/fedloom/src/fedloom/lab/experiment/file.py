@@ -102,7 +102,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
     if questions := top.model_dump()["questions"]:
         more = f" (and {len(questions) - 1} more questions in the file)" if len(questions) > 1 else ""
-        raise ConfigError(f"{where}: is a draft with an open question: {questions[0]}{more}")
+        raise ConfigError(f"{where} is a draft with an open question: {questions[0]}{more}")
     if "data" not in document:
         raise ConfigError(
             f'{where}: the table [data] is missing. A minimal table contains, for example, source = "digits"'

@@ -1,4 +1,4 @@
-"""Sites of a deployment: the rounds in which each site took part, and the reasons why its replies were rejected.
+"""Sites of a deployment: the rounds that each site joined or missed, and the reasons why its replies were rejected.
 
 Another table shows how much privacy was spent.
 """

@@ -23,7 +23,7 @@ from optuna.pruners import MedianPruner, NopPruner
 from optuna.samplers import GridSampler, TPESampler
 
 from fedloom.engine.privacy import accounted
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, write_singular
 from fedloom.formats import percent
 from fedloom.hints import unknown
 from fedloom.lab.experiment import Experiment, parse
@@ -164,7 +164,7 @@ class Search:
 
     @property
     def whole(self) -> bool:
-        """True if the search tries every setting of the space."""
+        """True if the search tries every setting of the space exactly once."""
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
@@ -285,8 +285,8 @@ def _private_choices(findings: Sequence[SearchResult]) -> list[str]:
     if not sum(counts):
         return []
     return [
-        f"settings were chosen by {sum(counts)} trials on the same data. The epsilon of a run does "
-        "not include the choice among trials. Add the epsilon of each trial (basic composition), or "
+        f"{write_singular(f'settings were chosen by {sum(counts)} trials')} on the same data. The epsilon of a run "
+        "does not include the choice among trials. Add the epsilon of each trial (basic composition), or "
         "choose on public data."
     ]
 

@@ -78,8 +78,7 @@ TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
-"""Names of the files and folders that a search creates in its directory."""
-"""The first entries are its folders."""
+"""Names of the files and folders that a search creates in its directory. The first entries are its folders."""
 
 OnTrial = Callable[[str, Trial], None]
 """Function that is called with (label, trial) after every trial."""
@@ -247,7 +246,7 @@ class Tuning:
         """
         check_executor(executor)
         if join:
-            raise ConfigError("an executor distributes the work itself. Leave join out")
+            raise ConfigError("an executor already distributes the work. Omit `join`")
         tune = {key: value for key, value in self._recorded_identity()["tune"].items() if key in Tune.model_fields}
         luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
         with lock(self.out), interruptible() as interrupted:

@@ -66,7 +66,7 @@ class LibraryTable(TableSource):
         """Open the table in the file."""
         place = locate(type(self).__name__, self.path, data_dir, (), lambda p: p.is_file())
         if place.is_dir():
-            raise DataError(f"{place}: is a folder. Name the file of the table")
+            raise DataError(f"{place} is a folder. Name the file of the table")
         check_regular(place)
         try:
             table = self.read_file(place)

@@ -96,8 +96,8 @@ class ExperimentDirectory:
             difference = self._describe_other_methods(before)
         if difference and joins:
             raise RunDirError(
-                f"{self.out}: the processes that joined work on a different experiment: {difference}. "
-                "Join with the same settings, and change the settings after all processes have "
+                f"{self.out}: processes of a different experiment are using this folder: {difference}. "
+                "To join them, use the same settings. To change settings, wait until all processes have "
                 f"ended. If no process is left, delete {self.out / WORK_FOLDER}"
             )
         if difference:

@@ -93,8 +93,7 @@ def decide_share(
 
     Returns:
         Number of simultaneous runs, and number of processes per run. On an accelerator, runs are computed one at a time
-        with all processes, because forked processes cannot
-        share it.
+        with all processes, because forked processes cannot share it.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers

@@ -162,7 +162,7 @@ def intervals(
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
     """Build a heat map.
 
-    If ``text`` is given, it names the field that is printed in the cells. The text has a different color where the
+    If ``text`` is given, it names the field that is printed in the cells. The text is highlighted where the
     expression ``strong`` is true.
     """
     place = {"x": x, "y": y, "tooltip": tooltip}

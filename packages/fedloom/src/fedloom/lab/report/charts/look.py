@@ -156,7 +156,7 @@ def can_draw() -> bool:
 
 
 def import_charts(name: str) -> Any:
-    """Import a package of the extra ``charts`` and return the module. The import is slow.
+    """Import a package from the extra ``charts`` and return the module. The import is slow.
 
     Raises:
         ConfigError: the extra ``charts`` is not installed.

@@ -32,11 +32,10 @@ class Conclusion(NamedTuple):
             text is empty if there is only one group.
         answer: sentence that names the winner, or states that there is none.
         pairs: one line for each compared method, with its mean, its difference from the baseline and the verdict.
-        compared: sentence that states which models are compared. The tuple is empty if there is nothing to compare.
+        compared: sentence that states which models are compared. The sentence is empty if there is nothing to compare.
         cost: sentence with the gradients and the traffic of the best method and of the baseline. The sentence is empty
             if these costs are not recorded.
-        tests: comparisons with the baseline on which ``pairs`` is based. The sentence is empty if there is nothing to
-            compare.
+        tests: comparisons with the baseline on which ``pairs`` is based. The tuple is empty if there is no baseline.
     """
 
     task: str
