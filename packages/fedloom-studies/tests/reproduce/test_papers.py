@@ -344,7 +344,7 @@ def test_a_protocol_is_summed_up_once_half_of_its_claims_are_measured(monkeypatc
         assert ") not tested (not covered) |" in first
         counted = f"{missing} {'is' if missing == 1 else 'are'} not tested (not run)"
         covered = f"{1 + missing} of {1 + missing} claims are covered"
-        assert f"In a fair test, {covered}. Of these, 1 holds and {counted}." in text
+        assert f"In a fair test, {covered}: 1 holds and {counted}." in text
 
 
 def test_a_claim_of_the_full_size_only_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,7 +360,7 @@ def test_the_appendix_counts_claims_that_a_run_has_no_figures_of(monkeypatch: py
     (claim,) = one.paper.claims
     newer = claim.with_(text="newer", higher="flame: personal: loss/variance", than=("fedavg: global: loss/variance",))
     both = replace(one, paper=one.paper.with_(claims=(claim, newer), title="FLAME, t"))
-    assert ". Of 2 claims, 1 holds and 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
+    assert ". Of 2 claims, 1 holds, 1 is not tested (not run) |" in only(monkeypatch, both, as_run(both))
 
 
 def test_a_claim_on_a_method_that_diverged_is_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +575,7 @@ def test_grids_of_a_fair_test_are_of_equal_size_and_go_on_to_twice_that_at_most(
 
 
 def test_no_claim_rests_on_a_choice_by_test_data_and_only_tables_show_one() -> None:
-    sentence = "The tables show\nFLAME-HM as it is defined in the paper, which chooses between the models on test data"
+    sentence = "The tables show\nFLAME-HM as in the paper, which chooses its models on test data"
     assert sentence in papers.RULES_FILE.read_text()
     columns = set[str]()
     for name, recipe in recipes().items():

@@ -122,7 +122,5 @@ def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]
         shown = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
-        lines.append(
-            f"{mode}, {len(words)} of {len(side)} claims are covered{f'. Of these, {shown}' if shown else ''}."
-        )
+        lines.append(f"{mode}, {len(words)} of {len(side)} claims are covered{f': {shown}' if shown else ''}.")
     return " ".join(lines)

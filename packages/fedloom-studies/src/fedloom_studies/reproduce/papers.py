@@ -45,11 +45,11 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 PAPERS_TEXT = """# Paper reproductions
 
 This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
-equal size for every method. See also [how claims are judged](#how-claims-are-judged) and the \
-[tables of results from other programs](others.md).
+equal size for every method. See also [how claims are judged](#how-claims-are-judged) and \
+[results of other programs](others.md).
 """
 CLOSING_TEXT = """\
-This page is generated from recorded runs. A single command reproduces a table:
+This page is generated from recorded runs. One command reproduces a table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -201,7 +201,7 @@ def _section(
         )
     yield from ('<details markdown="1"><summary>All experiments on this paper</summary>', "")
     if sheet.changed:
-        yield from (f"Changes made after the results were known: {sheet.changed}", "")
+        yield from (f"Changes after results were known: {sheet.changed}", "")
     of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
     yield from (f"[Facts about the public code]({PAPERS_FOLDER}/{facts.FACTS_PAGE}.md#{_anchor(sheet.name)})", "")
     yield from ("| experiment (laptop scale) | protocol and state |", "|---|---|")
@@ -356,7 +356,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     verdicts = [one for one in judge.claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.words for one in verdicts]
     possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
-    shown = marks.join_counts([marks.count_claims(words.count(w), w) for w in possible if w in words])
+    shown = ", ".join(marks.count_claims(words.count(w), w) for w in possible if w in words)
     several = "s" if len(words) > 1 else ""
     return f". Of {len(words)} claim{several}, {shown}" if shown else ""
 
