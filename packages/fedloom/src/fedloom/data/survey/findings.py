@@ -218,7 +218,7 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
     """Yield a note on rows that are identical in all columns, if there are more than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
-    columns = {name: column for name, column in columns.items() if not numbers_rows(column.values)}
+    columns = {n: c for n, c in columns.items() if not (numbers_rows(c.values) or row_number(n, c.values))}
     for column in columns.values():
         bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
         digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)
