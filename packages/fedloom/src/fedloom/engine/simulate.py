@@ -220,11 +220,11 @@ class _Simulation(Hooks):
         return tuple(notes)
 
     def review_round(self, state: State) -> str | None:
-        given = state
+        copied = state
         if not all(map(_is_own, self._callbacks)):  # a user's callback may change what it is given
             fields = ("server", "sampler", "weigher", "aggregator", "sums", "totals", "cohort")
-            given = state.with_(**{name: _copy_state(getattr(state, name)) for name in fields})
-        answers = [self._guard.call("callback", call, state if _is_own(call) else given) for call in self._callbacks]
+            copied = state.with_(**{name: _copy_state(getattr(state, name)) for name in fields})
+        answers = [self._guard.call("callback", call, state if _is_own(call) else copied) for call in self._callbacks]
         self._drawn = rng_states()
         return "; ".join(sentence for sentence in answers if isinstance(sentence, str) and sentence) or None
 
