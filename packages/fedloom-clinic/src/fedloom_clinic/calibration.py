@@ -43,7 +43,7 @@ class Calibration(Analysis):
     uses_models: ClassVar[bool] = True
 
     model_kind: Literal["global", "personal"] = Field("global", description="model whose probabilities are used")
-    bins: int = Field(10, ge=2, le=1000, description="number of equal bins of scores from 0 to 1")
+    bins: int = Field(10, ge=2, le=1000, description="number of equal-width bins for scores from 0 to 1")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         return client.select(client.part == DATA_PARTS.index("test"))

@@ -77,7 +77,7 @@ class Conformal(Analysis):
     uses_models: ClassVar[bool] = True
 
     alpha: float = Field(
-        0.1, gt=0, lt=1, description="target fraction of rows whose prediction set or interval misses the truth"
+        0.1, gt=0, lt=1, description="target fraction of rows whose prediction set or interval misses the true value"
     )
     model_kind: Literal["global", "personal"] = Field("global", description="model whose predictions are used")
     by_client: bool = Field(
@@ -85,12 +85,12 @@ class Conformal(Analysis):
     )
     calibration_fraction: float = Field(0.5, gt=0, lt=1, description="fraction of the test rows for calibration")
     bins: int = Field(
-        1000, ge=10, le=100_000, description="number of equal bins of scores from 0 to 1, or of residuals"
+        1000, ge=10, le=100_000, description="number of equal-width bins for scores from 0 to 1, or for residuals"
     )
     max_error: float | None = Field(
-        None, gt=0, description="largest residual in the bins (regression only; None: the width of the agreed range)"
+        None, gt=0, description="largest binned residual (regression only; None: the width of the agreed range)"
     )
-    draw: int = Field(0, ge=0, description="seed of the draw of calibration rows")
+    draw: int = Field(0, ge=0, description="seed for drawing the calibration rows")
 
     @property
     def shows_rows(self) -> bool:

@@ -98,16 +98,16 @@ class Cox(Penalized):
         "largest time)",
     )
     stratify: bool = Field(
-        False, description="use a separate baseline hazard for each client instead of bins, with exact times"
+        False, description="use a separate baseline hazard for each client, with exact times instead of bins"
     )
     min_events: int = Field(
         5,
         ge=1,
-        description="smallest number of events of a client, in a bin and in total. A client with fewer events "
-        "sends no events",
+        description="minimum number of events that a client must have, both in a bin and in total. A client with "
+        "fewer events sends no events",
     )
     ties: Literal["efron", "breslow"] = Field(
-        "efron", description="treatment of tied events, in the same bin or at the same time"
+        "efron", description="how to handle tied events, which are events in the same bin or at the same time"
     )
 
     @model_validator(mode="after")

@@ -71,8 +71,8 @@ class KaplanMeier(Analysis):
     until: float | None = Field(
         None, gt=0, description="end of the last bin. Later times are censored at this time (None: the largest time)"
     )
-    group: str | None = Field(None, description="a column with levels, or 'client' (None: one curve)")
-    level: float = Field(0.95, gt=0, lt=1, description="coverage of the confidence intervals")
+    group: str | None = Field(None, description="group column with levels, or 'client' (None: one curve)")
+    level: float = Field(0.95, gt=0, lt=1, description="confidence level of the intervals")
 
     @property
     def shows_rows(self) -> bool:

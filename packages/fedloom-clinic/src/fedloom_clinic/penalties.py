@@ -41,7 +41,7 @@ class Penalized(ScriptedAnalysis):
     """Regression that is computed from sums over clients, with a penalty."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
-        "none", description="ridge or firth. Both give finite coefficients even if columns separate the rows"
+        "none", description="ridge or firth. Both give finite coefficients even if columns separate the outcomes"
     )
     strength: float | Literal["cv"] | None = Field(
         None,

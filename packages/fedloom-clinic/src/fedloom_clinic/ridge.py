@@ -69,7 +69,7 @@ class RidgeRegression(ScriptedAnalysis):
     strength: float = Field(
         0.01,
         ge=0,
-        description="penalty per row, for inputs with unit standard deviation, like alpha of scikit-learn's "
+        description="penalty per row, for inputs scaled to unit standard deviation, like alpha of scikit-learn's "
         "Ridge divided by the number of rows",
     )
     max_input: float = Field(1000.0, gt=0, description="agreed limit on the absolute value of an input")

@@ -79,7 +79,7 @@ class TableOne(ScriptedAnalysis):
         "differences": {"means": 1, "variances": 1, "shares": 2},
     }
 
-    group: str | None = Field(None, description="a column with levels, or 'client' (None: one column of figures)")
+    group: str | None = Field(None, description="group column with levels, or 'client' (None: one column of figures)")
     bins: int = Field(50, ge=2, le=1000, description="number of equal bins for a numeric column, over its agreed range")
 
     @property

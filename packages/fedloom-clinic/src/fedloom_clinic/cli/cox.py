@@ -23,7 +23,7 @@ def cox(
     ] = None,
     event: Annotated[
         str | None,
-        typer.Option(help="column with 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
+        typer.Option(help="column that contains 1 if the time ends with an event, otherwise 0 (default: as in [data])"),
     ] = None,
     ties: Annotated[
         str, typer.Option(help="method for ties: efron or breslow", autocompletion=one_of("efron", "breslow"))
@@ -36,8 +36,8 @@ def cox(
         int | None,
         typer.Option(
             min=1,
-            help="with --bins: smallest number of events and of rows at risk in a bin. A site with fewer "
-            "sends nothing for the bin (default: 5)",
+            help="with --bins: minimum number of events, and of rows at risk, in a bin. A site with fewer "
+            "sends nothing for that bin (default: 5)",
         ),
     ] = None,
     stratify: Annotated[bool, typer.Option("--stratify", help="use a separate baseline hazard for each site")] = False,
@@ -45,7 +45,7 @@ def cox(
     strength: Strength = None,
     test: Annotated[
         str | None,
-        typer.Option(help="COLUMN=VALUE of rows to leave out of the fit. The concordance on these rows is printed"),
+        typer.Option(help="rows to leave out of the fit, as COLUMN=VALUE. The concordance on these rows is printed"),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:

@@ -25,30 +25,30 @@ def init(
     ],
     client_column: Annotated[
         str | None,
-        typer.Option(help="column with the client of each row, such as a hospital. '' if there is no such column"),
+        typer.Option(help="column that identifies the client of a row, such as a hospital. Use '' if there is none"),
     ] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     event: Annotated[
         str | None,
         typer.Option(
-            help="column with 1 for an event, if the target is the time to an event. '' if there is no such column"
+            help="column that contains 1 for an event, if the target is the time to an event. Use '' if there is none"
         ),
     ] = None,
     subject: Annotated[
         str | None,
         typer.Option(
-            help="column that identifies the subject of a row, such as a patient with several rows. '' if "
-            "there is no such column"
+            help="column that identifies the subject of a row, such as a patient with several rows. Use "
+            "'' if there is none"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="experiment file to write (default: beside the table)")] = None,
+    out: Annotated[Path | None, typer.Option(help="experiment file to write (default: next to the table)")] = None,
     agree: Annotated[
-        bool, typer.Option("--agree", help="also write an agreement on the columns for all sites")
+        bool, typer.Option("--agree", help="also write an agreement on the columns, to be shared by all sites")
     ] = False,
     values: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="option of the file, such as data.skip=2 or data.sheet='visits'"
+            "--set", metavar="KEY=VALUE", help="option to set in the file, such as data.skip=2 or data.sheet='visits'"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing experiment file")] = False,

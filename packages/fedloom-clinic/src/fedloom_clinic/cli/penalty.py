@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 PenaltyName = Annotated[
     Literal["none", "ridge", "firth"],
-    typer.Option(help="ridge or firth. Both give finite coefficients even if columns separate the rows"),
+    typer.Option(help="ridge or firth. Both give finite coefficients even if columns separate the outcomes"),
 ]
 Strength = Annotated[
     str | None,
     typer.Option(
         help=(
-            "strength of the ridge penalty, per row and for columns with unit standard deviation, "
-            "like lifelines' penalizer (default: cv, by cross-validated likelihood)"
+            "strength of the ridge penalty, scaled per row and applied to standardized columns, like "
+            "lifelines' penalizer (default: cv, chosen by cross-validated likelihood)"
         ),
         show_default=False,
     ),

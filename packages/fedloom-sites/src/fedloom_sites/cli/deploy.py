@@ -36,7 +36,7 @@ OwnData = Annotated[
 ]
 Threshold = Annotated[
     int | None,
-    typer.Option(help="number of sites that a masked sum needs before it is decrypted (default: more than two thirds)"),
+    typer.Option(help="minimum number of sites in a masked sum before it is decrypted (default: more than two thirds)"),
 ]
 
 
@@ -47,15 +47,15 @@ def init(
     names: Annotated[
         str | None, typer.Option(help="names of the sites, separated by commas (default: site-0, site-1, ...)")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="directory to write (default: the file's name)")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory to create (default: named after the file)")] = None,
     method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="communication rounds (default: as in the experiment)", min=1)
+        int | None, typer.Option(help="number of communication rounds (default: as in the experiment)", min=1)
     ] = None,
     seed: Annotated[int | None, typer.Option(help="seed of the run (default: the experiment's first)", min=0)] = None,
-    host: Annotated[str, typer.Option(help="host name or address at which sites reach the server")] = "localhost",
-    proxy_port: Annotated[int, typer.Option(help="port through which sites reach the server")] = 8443,
-    port: Annotated[int, typer.Option(help="port of the server on loopback, behind the reverse proxy")] = 18000,
+    host: Annotated[str, typer.Option(help="host name or address that sites use to reach the server")] = "localhost",
+    proxy_port: Annotated[int, typer.Option(help="port that sites use to reach the server")] = 8443,
+    port: Annotated[int, typer.Option(help="loopback port of the server, behind the reverse proxy")] = 18000,
     quorum: Annotated[
         int | None, typer.Option(help="number of accepted replies that a round needs (default: more than half)")
     ] = None,
@@ -69,39 +69,40 @@ def init(
         int | None,
         typer.Option(
             help=(
-                "maximum number of samples that a site may claim for a part (default: the largest "
-                "client's number, or 10^8 with --own-data)"
+                "maximum number of samples that a site may claim for a data part (default: the "
+                "largest number of any client, or 10^8 with --own-data)"
             ),
             min=1,
         ),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="port of Prometheus metrics on loopback (default: none)"),
+        typer.Option(help="loopback port for Prometheus metrics (default: none)"),
     ] = None,
-    home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
-    programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
-    days: Annotated[int, typer.Option(help="validity of certificates, in days")] = 365,
+    home: Annotated[Path, typer.Option(help="folder on each machine for server/ or site/")] = Path("/srv/fedloom"),
+    programs: Annotated[Path, typer.Option(help="folder on each machine for the programs")] = Path("/opt/fedloom/bin"),
+    days: Annotated[int, typer.Option(help="how long certificates are valid, in days")] = 365,
     own_data: OwnData = False,
     fixed_data: Annotated[
         bool,
         typer.Option(
-            "--fixed-data", help="reject a site whose samples change during the run. Otherwise log the change"
+            "--fixed-data", help="reject a site whose samples change during the run, instead of logging the change"
         ),
     ] = False,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="let the server receive only masked sums, and no single upload")
+        bool,
+        typer.Option("--secure-aggregation", help="let the server receive only masked sums, no individual upload"),
     ] = False,
     threshold: Threshold = None,
     changes: Annotated[
         int | None,
         typer.Option(
-            help="maximum number of times that a site may leave the masked sums or return to them (default: 4)", min=0
+            help="maximum number of times that a site may leave the masked sums or rejoin them (default: 4)", min=0
         ),
     ] = None,
     data_name: Annotated[
         str,
-        typer.Option(help="name of the data set. Sites remember sums and budgets under this name across experiments"),
+        typer.Option(help="name of the data set. Sites record sums and budgets under this name across experiments"),
     ] = "data",
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -169,7 +170,7 @@ def analyze_sites(
     sites: SiteCount = None,
     names: Annotated[str | None, typer.Option(help="names of the sites, separated by commas")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="directory to write (default: named after the file and the analysis)")
+        Path | None, typer.Option(help="directory to create (default: named after the file and the analysis)")
     ] = None,
     own_data: OwnData = False,
     secure_aggregation: Annotated[
@@ -253,7 +254,7 @@ def _write(planned: DeploymentPlan, folder: Path, place: Location) -> None:
 @deploy.command()
 def check(
     site: SiteFolder,
-    offline: Annotated[bool, typer.Option("--offline", help="do not start the server")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="skip the check that connects to the server")] = False,
 ) -> None:
     """Check whether a site meets the requirements before it joins.
 
@@ -393,7 +394,7 @@ def status(
 @deploy.command()
 def stop(
     folder: Annotated[Path, typer.Argument(help="directory of a deployment, or its server folder", show_default=False)],
-    undo: Annotated[bool, typer.Option("--undo", help="allow the next start of the server")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="allow the server to be started again")] = False,
 ) -> None:
     """Stop a run after its current round. Nothing is lost, and the run can be resumed later.
 

@@ -16,7 +16,7 @@ def renew(
     directory: Directory,
     host: Annotated[
         str | None,
-        typer.Option(help="host name or address at which sites reach the server (default: as in server.toml)"),
+        typer.Option(help="host name or address that sites use to reach the server (default: as in server.toml)"),
     ] = None,
     days: Annotated[int, typer.Option(help="how long the certificate is valid, in days")] = 365,
 ) -> None:
@@ -47,10 +47,10 @@ def add(
     directory: Directory,
     name: Annotated[str, typer.Argument(help="name of the new site", show_default=False)],
     home: Annotated[
-        Path | None, typer.Option(help="folder for server/ and site/ on the machines (default: as in the deployment)")
+        Path | None, typer.Option(help="folder on each machine for server/ or site/ (default: as in the deployment)")
     ] = None,
     programs: Annotated[
-        Path | None, typer.Option(help="folder of the programs on the machines (default: as in the deployment)")
+        Path | None, typer.Option(help="folder on each machine for the programs (default: as in the deployment)")
     ] = None,
 ) -> None:
     """Let a site join a deployment that has already run.
@@ -174,7 +174,7 @@ def approve(
     change: Annotated[
         Path | None, typer.Argument(help="the 'approval' folder of a new agreement (default: the run in site.toml)")
     ] = None,
-    digest: Annotated[str, typer.Option(help="digest of the run, which its coordinator sends you")] = "",
+    digest: Annotated[str, typer.Option(help="digest of the run, as you received it from the coordinator")] = "",
 ) -> None:
     """Approve a run or a new agreement at a site.
 

@@ -57,7 +57,7 @@ def models(
 @deploy.command()
 def predict(
     site: SiteFolder,
-    rows: Annotated[Path, typer.Argument(help="file with rows without labels", show_default=False)],
+    rows: Annotated[Path, typer.Argument(help="file of unlabeled rows", show_default=False)],
     model: FileKind = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     id_column: IdColumnOption = None,
@@ -87,13 +87,11 @@ def predict(
 @deploy.command()
 def evaluate(
     site: SiteFolder,
-    rows: Annotated[Path | None, typer.Argument(help="file with rows with labels", show_default=False)] = None,
+    rows: Annotated[Path | None, typer.Argument(help="file of labeled rows", show_default=False)] = None,
     model: FileKind = None,
     importance: Annotated[
         bool,
-        typer.Option(
-            "--importance", help="permute each column in the site's own test part, instead of the rows of a file"
-        ),
+        typer.Option("--importance", help="permute each column in the site's own test part instead of scoring a file"),
     ] = False,
 ) -> None:
     """Score a site's model, or find what drives its predictions.

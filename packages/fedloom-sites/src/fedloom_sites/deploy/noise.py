@@ -110,7 +110,7 @@ class SharedMean(PrivateMean):
     """`PrivateMean` under secure aggregation: the server sums rows that the sites have clipped and made noisy."""
 
     survivors: int = Field(
-        ge=1, description="smallest number of sites in a sum. Together, their noise adds up to the noise of the mean"
+        ge=1, description="minimum number of sites in a sum. Together, their noise adds up to the noise of the mean"
     )
 
     @property

@@ -72,10 +72,10 @@ class Secure(Value):
 
     threshold: int = Field(
         ge=MIN_SITES,
-        description="number of sites that a sum needs before it is unmasked. Must be more than half of all sites",
+        description="minimum number of sites in a sum before it can be unmasked. Must be more than half of all sites",
     )
     keys: tuple[PublicKey, ...] = Field(
-        min_length=MIN_SITES, max_length=MAX_SITES, description="signing keys, by number of site"
+        min_length=MIN_SITES, max_length=MAX_SITES, description="signing keys, in the order of the sites' numbers"
     )
     norm_bound: NormBound | None = Field(
         None, description="maximum L2 norm of the difference that a site sends, for all upload fields or per field"
@@ -84,7 +84,7 @@ class Secure(Value):
         MAX_SAFE_SHARE,
         gt=0,
         le=1,
-        description="maximum share of one site in the weight of a sum. A sum with a larger share is not decrypted",
+        description="maximum share of a sum's weight for one site. A sum with a larger share is not decrypted",
     )
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked",
@@ -96,20 +96,20 @@ class Secure(Value):
     names: tuple[Name, ...] = Field(
         (),
         max_length=MAX_SITES,
-        description="names of the sites, by number. Sites remember their past sums under these names",
+        description="names of the sites, in the order of their numbers. Sites record past sums under these names",
     )
     changes: int = Field(
         MAX_CHANGES,
         ge=0,
-        description="maximum number of times that a site may leave the sums over the same data or return to "
-        "them. Each change reveals one difference of that site",
+        description="maximum number of times that a site may leave the sums over the same data or rejoin them. "
+        "Each change reveals one difference between the site's uploads",
     )
     steady: int | None = Field(
         None,
         ge=0,
-        description="number of sites in every sum that have never left the sums over the same data. Every "
-        "combination of sums contains at least this many sites, except sites that left (None: the "
-        "threshold)",
+        description="minimum number of sites in every sum that have never left the sums over the same data. Any "
+        "combination of sums contains at least this many sites, not counting those that left (None: "
+        "the threshold)",
     )
 
     @model_validator(mode="after")
@@ -138,14 +138,14 @@ class Shared(Value):
     experiment: Path = Field(description="experiment file with one method and one seed")
     fingerprint: Digest = Field(description="SHA-256 of the experiment file")
     version: str = Field(description="version of fedloom, which must be the same on all machines")
-    clients: int = Field(ge=1, description="sites of the experiment, whether or not they take part")
-    samples: InputSpec = Field(description="description of a sample. For a table: its columns, levels and flags")
+    clients: int = Field(ge=1, description="number of sites in the experiment, whether or not they take part")
+    samples: InputSpec = Field(
+        description="description of a sample, which for a table includes its columns, levels and flags"
+    )
     fixed_data: bool = Field(
-        False, description="reject a site whose samples change during a run. Otherwise log the change"
+        False, description="reject a site whose samples change during a run, instead of logging the change"
     )
-    code: dict[CodePath, Digest] = Field(
-        {}, description="SHA-256 of each file of user code in the folder code, by path"
-    )
+    code: dict[CodePath, Digest] = Field({}, description="SHA-256 of each user code file in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of each installed module of user code, by name")
     versions: dict[str, str] = Field(
         {}, description="versions of Python and of packages on the machine that created the directory"
@@ -164,11 +164,11 @@ class Shared(Value):
         "of rounds, plus two)",
     )
     secure: Secure | None = Field(
-        None, description="secure aggregation (default: off, so that the server receives single uploads)"
+        None, description="secure aggregation (default: off, so the server receives individual uploads)"
     )
     data_name: Name = Field(
         "data",
-        description="name of the data set. A site's memory of decrypted sums and its budgets apply to all "
+        description="name of the data set. A site's record of decrypted sums and its budgets apply to all "
         "experiments on data with this name",
     )
 
@@ -198,7 +198,7 @@ class Site(Shared):
     data: dict[str, Any] = Field(
         description="source of the samples, with the source's options, as in an experiment file"
     )
-    data_dir: Path | None = Field(None, description="folder of data sets, for sources whose name fedloom knows")
+    data_dir: Path | None = Field(None, description="data folder, for sources that fedloom knows by name")
     share: Literal["all", "partition"] = Field(
         "all",
         description=(
@@ -206,17 +206,17 @@ class Site(Shared):
             "samples. partition: the site takes the part of its client"
         ),
     )
-    state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
+    state: Path = Field(Path("state"), description="folder for models and state, which never leave the site")
     memory: Path | None = Field(
         None,
-        description="folder of the site's memory of its data across experiments (sums, budgets, snapshots, analyses), "
-        "the same for all deployments of the site (None: the folder state)",
+        description="folder for the site's record of its data across experiments (sums, budgets, snapshots, "
+        "analyses), the same for all deployments of the site (None: the folder state)",
     )
     snapshot: str | None = Field(
         None,
         pattern=r"^\d{4}-\d{2}-\d{2}$",
-        description="date of the data snapshot that the site reads (fedloom deploy snapshot; default: the "
-        "current data)",
+        description="date of the data snapshot that the site reads, created by fedloom deploy snapshot (default: "
+        "the current data)",
     )
     server: Annotated[str, AfterValidator(_address)] = Field(description="address of the server, host:port")
     ca: Path = Field(
@@ -226,19 +226,19 @@ class Site(Shared):
     signing_key: Path = Field(
         Path("signing-key"), description="private key that signs replies (Ed25519, OpenSSH format)"
     )
-    port: Port = Field(9094, description="port on loopback for the site's own processes")
+    port: Port = Field(9094, description="loopback port for the site's own processes")
     threads: int = Field(1, ge=1, description="number of threads for local training")
-    free_disk: int = Field(1024, ge=0, description="megabytes that must be free on the disk with the state")
+    free_disk: int = Field(1024, ge=0, description="free space in megabytes required on the state's disk")
     message_limit: int = Field(
-        1 << 30, ge=1, description="maximum number of bytes of arrays that the site reads from one message"
+        1 << 30, ge=1, description="maximum size of the arrays in one message to the site, in bytes"
     )
     model_change: float | None = Field(
         None,
         gt=1,
         description=(
-            "maximum ratio, in either direction, between the norm of a received model (or of one "
-            "layer) and the norm of the model from which the site last trained. The site rejects "
-            "other models (default: no limit)"
+            "maximum ratio, in either direction, between the norm of a received model (or one of its "
+            "layers) and the norm of the model from which the site last trained. The site rejects "
+            "models that exceed this ratio (default: no limit)"
         ),
     )
     dead_units: float | None = Field(
@@ -246,9 +246,9 @@ class Site(Shared):
         gt=0,
         lt=1,
         description=(
-            "maximum fraction of a layer's units that respond to no sample of the site. The site "
-            "rejects other models, such as a model crafted to read samples. Not allowed with a "
-            "delta or an epsilon (default: no limit)"
+            "maximum fraction of a layer's units that do not respond to any of the site's samples. "
+            "The site rejects models with a larger fraction, such as a model crafted to read "
+            "samples. Not allowed with a delta or an epsilon (default: no limit)"
         ),
     )
     approval: bool = Field(
@@ -299,26 +299,26 @@ class Server(Shared):
 
     sites: tuple[Member, ...] = Field(min_length=1, description="sites that may take part")
     quorum: int = Field(ge=1, description="number of accepted replies that a round needs")
-    deadline: PositiveFloat = Field(600.0, description="seconds after which a round with a quorum closes")
+    deadline: PositiveFloat = Field(600.0, description="time in seconds after which a round closes if it has a quorum")
     ttl: PositiveFloat = Field(
-        1200.0, description="lifetime of a message in seconds, which is also the longest wait in a round"
+        1200.0, description="lifetime of a message in seconds, also the maximum waiting time in a round"
     )
     pace: float = Field(
         10.0,
         gt=1,
         description=(
-            "maximum wait for a slow site after a quorum has answered, as a multiple of the other "
-            "sites' median time (at least 30 s, at most until the deadline)"
+            "maximum time to wait for a slow site after a quorum has replied, as a multiple of the "
+            "other sites' median time (at least 30 s, and at most until the deadline)"
         ),
     )
     patience: PositiveFloat = Field(
         600.0,
-        description="how long to wait for a quorum, and how long before the server asks a rejected site again, "
-        "in seconds",
+        description="time in seconds to wait for a quorum, and also the time before the server asks a rejected "
+        "site again",
     )
     absent_after: PositiveInt = Field(
         3,
-        description="number of unanswered rounds after which a silent site counts as absent until it answers",
+        description="number of unanswered rounds after which a silent site counts as absent until it replies again",
     )
     norm_bound: NormBound | None = Field(
         None,
@@ -332,12 +332,12 @@ class Server(Shared):
     examples_limit: int = Field(
         100_000_000, ge=1, description="maximum number of training samples that a site may claim"
     )
-    message_limit: int = Field(1 << 30, ge=1, description="maximum number of bytes of arrays in one reply")
+    message_limit: int = Field(1 << 30, ge=1, description="maximum size of the arrays in one reply, in bytes")
     body_limit: int = Field(
         16 << 20, ge=6 << 20, description="maximum number of bytes of one HTTP request. Each part of a message has 5 MB"
     )
     address: str = Field(
-        "127.0.0.1", description="address on which the server listens. Use loopback behind a reverse proxy"
+        "127.0.0.1", description="address on which the server listens. Use the loopback address behind a reverse proxy"
     )
     port: Port = Field(18000, description="port on which the server listens")
     metrics_port: Port | None = Field(None, description="port for Prometheus metrics (default: no endpoint)")
@@ -347,16 +347,16 @@ class Server(Shared):
     )
     ca: Path = Field(Path("ca.crt"), description="certificate of the certificate authority")
     certificate: Path = Field(Path("server.crt"), description="certificate of the server")
-    key: Path = Field(Path("server.key"), description="private key of the certificate")
+    key: Path = Field(Path("server.key"), description="private key for the server's certificate")
     secret: Path = Field(Path("superexec.secret"), description="32 random bytes shared by the server's own processes")
     database: Path = Field(
         Path("state/superlink.db"), description="Flower's database of pending messages and known nodes"
     )
     checkpoints: Path = Field(Path("state/checkpoints"), description="checkpoint folder")
     audit: Path = Field(
-        Path("state/audit.jsonl"), description="log of every reply: accepted, or rejected with the reason"
+        Path("state/audit.jsonl"), description="log of all replies, accepted or rejected, with the reason"
     )
-    results: Path = Field(Path("results"), description="folder of the metrics and the global model")
+    results: Path = Field(Path("results"), description="folder for the metrics and the global model")
 
     @property
     def entrance(self) -> str:

@@ -22,7 +22,7 @@ def map_command(
         list[str] | None,
         typer.Option(help="a method, or my_package:MyMethod (may be repeated)", autocompletion=algorithms),
     ] = None,
-    space: Annotated[Path | None, typer.Option(help="TOML file with the search space of that method's options")] = None,
+    space: Annotated[Path | None, typer.Option(help="TOML file with the search space for the method's options")] = None,
     setup: Annotated[
         list[str] | None,
         typer.Option(help="restrict the map to this setup (may be repeated)", autocompletion=setup_names),
@@ -46,7 +46,7 @@ def map_command(
         bool, typer.Option("--references", help="fit only scikit-learn's models, and only in setups with tables")
     ] = False,
     rules: Annotated[
-        bool, typer.Option("--rules", help="run only methods with aggregation rules under attacks, at equal rounds")
+        bool, typer.Option("--rules", help="run only methods with aggregation rules, under attack and at equal rounds")
     ] = False,
     stale: Annotated[
         bool, typer.Option("--stale", help="also process outdated results: confirm them with one seed or rerun them")
@@ -54,8 +54,8 @@ def map_command(
     protocol: Annotated[
         str,
         typer.Option(
-            help="what all methods have in common. rounds: as many rounds as FedAvg. gradients: as many "
-            "gradients as FedAvg",
+            help="what is kept equal across methods. rounds: every method gets as many rounds as FedAvg. "
+            "gradients: every method gets as many gradients as FedAvg",
             autocompletion=one_of("rounds", "gradients"),
         ),
     ] = "rounds",
@@ -65,10 +65,10 @@ def map_command(
             help="size of the map: full, or smoke (two setups, one seed)", autocompletion=one_of("smoke", "full")
         ),
     ] = "full",
-    out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/map"),
+    out: Annotated[Path, typer.Option(help="folder for the run directories")] = Path("runs/map"),
     results: Annotated[
         Path | None,
-        typer.Option(help="folder in which records are read and written. Records from several machines can be merged"),
+        typer.Option(help="folder to read records from and write them to. Records from several machines can be merged"),
     ] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="number of experiments to run at a time, or 'auto'")] = "1",

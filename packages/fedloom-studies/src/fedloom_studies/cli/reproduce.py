@@ -36,13 +36,13 @@ def reproduce(
             autocompletion=one_of("smoke", "laptop", "full"),
         ),
     ] = "laptop",
-    seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
+    seeds: Annotated[str | None, typer.Option(help="seeds to use instead of the recipe's, e.g. 1,10,100")] = None,
     only: Annotated[list[str] | None, typer.Option(help="run this method only (may be repeated)")] = None,
-    out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/reproduce"),
-    results: Annotated[Path | None, typer.Option(help="folder in which summaries are read and written")] = None,
+    out: Annotated[Path, typer.Option(help="folder for the run directories")] = Path("runs/reproduce"),
+    results: Annotated[Path | None, typer.Option(help="folder to read summaries from and write them to")] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="number of processes, or 'auto'")] = "1",
-    device: Annotated[str, typer.Option(help="device of the runs: cpu, cuda or cuda:N")] = "cpu",
+    device: Annotated[str, typer.Option(help="device to run on: cpu, cuda or cuda:N")] = "cpu",
     list_: Annotated[
         bool, typer.Option("--list", help="list all recipes with their data, state and estimated time")
     ] = False,
@@ -65,8 +65,8 @@ def reproduce(
         typer.Option(
             "--estimate",
             help=(
-                "measure the required time and memory of recipes without a laptop scale, for --page. "
-                "With --list: of recipes that have not been run"
+                "measure the time and memory required by recipes that have no laptop scale, for "
+                "--page. With --list: by recipes that have not been run"
             ),
         ),
     ] = False,

@@ -153,7 +153,7 @@ class AflAdult(Source):
     indicator.
     """
 
-    path: str | None = Field(None, description="the same as in the source adult")
+    path: str | None = Field(None, description="same meaning as this option of the data source 'adult'")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Read both files and return the data set.
@@ -180,7 +180,7 @@ class AflFashion(Source):
     Each pixel is scaled by the training images of all ten classes.
     """
 
-    path: str | None = Field(None, description="the same as in the source fashion-mnist")
+    path: str | None = Field(None, description="same meaning as this option of the data source 'fashion-mnist'")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Read the four files and return the data set.

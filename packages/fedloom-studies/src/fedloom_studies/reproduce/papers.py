@@ -71,7 +71,7 @@ class HeadlineClaim(Value):
     """Headline claim of a paper."""
 
     text: str = Field(description="the claim, in at most nine words")
-    claim: str = Field(description="first words of the recipes' claim")
+    claim: str = Field(description="first words of the corresponding claim in the recipes")
     published: tuple[str, ...] = Field((), description="names of recipes that follow the published protocol")
     fair: tuple[str, ...] = Field((), description="names of recipes of the fair test")
     full: str = Field("", description="name of a full-size recipe, if no smaller recipe can decide the claim")
@@ -81,8 +81,8 @@ class Corrected(Value):
     """Verdict on the page that was published and has changed since."""
 
     text: str = Field(description="the claim")
-    was: str = Field(description="earlier verdict on the page")
-    why: str = Field(description="error in the earlier verdict on the page")
+    was: str = Field(description="verdict that the page stated before")
+    why: str = Field(description="what was wrong with the earlier verdict")
     recipe: str = Field("", description="recipe that now judges the claim. It may still be waiting to run")
 
 
@@ -92,17 +92,17 @@ class Sheet(Value):
     name: str
     title: str
     claims: str = Field("", description="the paper's idea, in one line of plain words")
-    number: str = Field("", description="first words of the headline claim with the most telling number")
-    why: str = Field("", description="the reason, with placeholders in braces for measured differences")
+    number: str = Field("", description="first words of the headline claim whose number is most telling")
+    why: str = Field("", description="reason for the results, with placeholders in braces for measured differences")
     objection: str = Field(
-        "", description="a possible objection of the authors, with placeholders in braces for measured numbers"
+        "", description="objection that the authors might raise, with placeholders in braces for measured numbers"
     )
     beside: str = Field("", description="other places that report measurements of the paper's methods, as Markdown")
-    changed: str = Field("", description="changes made after the first look at a table of results")
+    changed: str = Field("", description="changes that were made after a table of results was first seen")
     anchor: tuple[str, ...] = Field((), description="columns that show how far a run is from the paper's run")
     anchored: dict[str, str] = Field(
         default_factory=dict,
-        description="for recipes without printed results to compare with: the nearest recipe with printed results",
+        description="for each recipe without printed results to compare with: the nearest recipe that has them",
     )
     row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()

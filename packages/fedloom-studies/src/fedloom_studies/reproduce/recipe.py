@@ -86,26 +86,26 @@ class Claim(Value):
     """
 
     text: str = Field(description="the paper's claim, in its own words if they are short")
-    higher: str | None = Field(None, description="the reference that should be higher. Alternatively set lower")
-    lower: str | None = Field(None, description="the reference that should be lower. Alternatively set higher")
+    higher: str | None = Field(None, description="reference that should be higher. Set either this or lower")
+    lower: str | None = Field(None, description="reference that should be lower. Set either this or higher")
     than: tuple[str | float, ...] = Field(
-        min_length=1, description="references or numbers on the other side of the claim"
+        min_length=1, description="references or numbers that the claim compares with"
     )
     margin: float = Field(
         0.0, ge=0, description="largest disadvantage at which the claim still holds, in the figure's unit"
     )
-    equivalent: bool = Field(False, description="comparable: the absolute difference is at most the margin")
+    equivalent: bool = Field(False, description="whether the claimed absolute difference is at most the margin")
     most: bool = Field(
-        False, description="true if the claim is about more than half of the references, not about every reference"
+        False, description="whether the claim is about more than half of the references instead of every reference"
     )
-    each: bool = Field(False, description="true if the claim is about each variant, not about the mean of all variants")
+    each: bool = Field(False, description="whether the claim is about each variant instead of the mean of all variants")
     spread: bool = Field(
-        False, description="true if the claim is about standard deviations over seeds, not about means"
+        False, description="whether the claim is about standard deviations over seeds instead of means"
     )
     construction: bool = Field(
-        False, description="true if the claim holds by construction, for any result of the methods"
+        False, description="whether the claim is true by construction, whatever the results of the methods are"
     )
-    variants: tuple[str, ...] = Field((), description="variants of the claim (empty: all)")
+    variants: tuple[str, ...] = Field((), description="variants to which the claim applies (empty: all)")
 
     @model_validator(mode="after")
     def _one_side(self) -> Claim:
@@ -137,15 +137,15 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 class Paper(Value):
     """What the paper states about the table or figure."""
 
-    title: str = Field(description="the paper, with the number of its table or figure")
+    title: str = Field(description="name of the paper and number of its table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
     order: int = Field(description="position in the list of all recipes")
     mode: Literal["published", "fair", "near"] = Field(
         "near",
         description=(
-            "published: the paper's settings, the variants in its code and its way to choose "
-            "settings and models. fair: equal numbers of trials and stated budgets. near: the stated protocol, "
-            "with the same choices for all methods if the protocol is silent"
+            "published: the paper's settings, its code's variants, and its way of choosing settings "
+            "and models. fair: equal numbers of trials and stated budgets. near: the stated "
+            "protocol, with the same choices for all methods where the protocol is silent"
         ),
     )
     table: str = Field(
@@ -164,9 +164,9 @@ class Paper(Value):
     rivals: str = Field(
         "", description="name of a recipe of the same experiment, whose record contains the other methods of the claims"
     )
-    figure: str = Field("accuracy", description="figure that a reference means by default")
-    percent: bool = Field(False, description="true if the paper prints its values in percent")
-    seeds: int = Field(1, ge=1, description="number of repetitions behind a printed value")
+    figure: str = Field("accuracy", description="figure that is meant if a reference does not name one")
+    percent: bool = Field(False, description="whether the paper prints its values in percent")
+    seeds: int = Field(1, ge=1, description="number of repetitions from which a printed value is computed")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
     cells: dict[str, tuple[Cell, ...]] = Field(
         default_factory=dict,
@@ -176,12 +176,12 @@ class Paper(Value):
     unknown: tuple[Unknown, ...] = ()
     fixed: dict[str, str] = Field(
         default_factory=dict,
-        description="options that a fair recipe leaves out of the search, by method, with the reason",
+        description="options that are not tuned in a fair recipe, by method, with the reason",
     )
     stated: tuple[str, ...] = Field(
         (), description="details that the base recipe leaves open and this recipe specifies"
     )
-    reduced: str | None = Field(None, description="factor by which the data set is smaller than in the protocol")
+    reduced: str | None = Field(None, description="how the data set or the run is smaller than in the protocol")
     samples: int | None = Field(None, ge=1, description="number of samples of the reduced data set")
     stand_in: str = Field("", description="data, features or network in place of the paper's (empty: the paper's own)")
     tried: tuple[str, ...] = Field((), description="attempts to explain a claim that does not hold")

@@ -73,17 +73,15 @@ class Location(Value):
     host: str = Field(
         "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
     )
-    proxy_port: int = Field(8443, ge=1, le=65535, description="port of the reverse proxy, to which sites connect")
-    port: int = Field(18000, ge=1, le=65535, description="port of the server behind the reverse proxy, on loopback")
-    home: Folder = Field(
-        DEFAULT_HOME, description="folder on the remote machines in which server/ and site/ are placed"
-    )
-    programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder with fedloom's programs on the machines")
+    proxy_port: int = Field(8443, ge=1, le=65535, description="port on which the reverse proxy listens for sites")
+    port: int = Field(18000, ge=1, le=65535, description="loopback port of the server, behind the reverse proxy")
+    home: Folder = Field(DEFAULT_HOME, description="folder on each machine for server/ or site/")
+    programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder on each machine for fedloom's programs")
     days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid, in days")
     quorum: int | None = Field(
         None, ge=1, description="number of accepted replies that a round needs (default: more than half of the sites)"
     )
-    metrics_port: int | None = Field(None, ge=1, le=65535, description="port of the server's metrics on loopback")
+    metrics_port: int | None = Field(None, ge=1, le=65535, description="loopback port for the server's metrics")
 
     @property
     def prefix(self) -> str:

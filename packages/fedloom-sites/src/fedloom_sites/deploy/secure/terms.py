@@ -52,7 +52,7 @@ class AnalysisStep(Value):
     content: str = Field(
         pattern=r"^([0-9a-f]{2})*$",
         max_length=MAX_TERMS_BYTES,
-        description="content of the question, as hexadecimal digits",
+        description="content of the question, hex-encoded",
     )
 
     @classmethod
@@ -78,8 +78,8 @@ class AnalysisStep(Value):
 class Terms(Value):
     """Request to all sites of a session."""
 
-    round: int = Field(ge=0, description="round to train, or the round whose models are scored without training")
-    trains: bool = Field(description="true if the sites train")
+    round: int = Field(ge=0, description="round to train, or the round whose models are only scored")
+    trains: bool = Field(description="whether the sites train")
     sizes: tuple[tuple[Count, Count, Count], ...] = Field(
         max_length=MAX_SITES, description="number of training, validation and test samples of every site"
     )
@@ -87,7 +87,7 @@ class Terms(Value):
     accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of every requested site")
     download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
     scored: int = Field(-1, ge=-1, description="round whose models are scored (-1: none)")
-    common: bool = Field(False, description="true if the global model is scored")
+    common: bool = Field(False, description="whether the global model is scored")
     models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of every message with models to score")
     figures: tuple[Bits, ...] = Field(
         (),
@@ -96,7 +96,7 @@ class Terms(Value):
     )
 
     question: AnalysisStep | None = Field(
-        None, description="step of an analysis whose answers are summed. If set, the session computes no other sum"
+        None, description="analysis step whose answers this session sums. If set, the session computes no other sums"
     )
 
     @property

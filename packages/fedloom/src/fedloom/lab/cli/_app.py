@@ -227,8 +227,8 @@ Trust = Annotated[
     typer.Option(
         "--trust",
         help=(
-            "run code that the file names by import path, even if another user or a package owns the "
-            "code. Read the code first"
+            "run code that the file refers to by import path, even if the code belongs to another "
+            "user or a package. Read the code first"
         ),
     ),
 ]
@@ -247,7 +247,7 @@ ExecutorName = Annotated[
 ]
 DataDir = Annotated[
     Path | None,
-    typer.Option(file_okay=False, help="folder of data sets (default: the environment variable FEDLOOM_DATA)"),
+    typer.Option(file_okay=False, help="folder with the data sets (default: the environment variable FEDLOOM_DATA)"),
 ]
 
 

@@ -27,13 +27,13 @@ from fedloom.lab.cli._app import (
 def advise(
     file: FileArgument,
     out: Annotated[
-        Path | None, typer.Option(help="directory of the race (default: runs/<name of the file>-advice)")
+        Path | None, typer.Option(help="directory for the race (default: runs/<name of the file>-advice)")
     ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            help="compute budget of the race, in gradients of FedAvg runs (default: 16, twice the cost of "
-            "a FedAvg tuned with 8 trials)"
+            help="compute budget of the race, in multiples of the gradients of a FedAvg run (default: 16, "
+            "twice the cost of a FedAvg tuned with 8 trials)"
         ),
     ] = None,
     margin: Annotated[
@@ -44,7 +44,7 @@ def advise(
         ),
     ] = None,
     workers: Annotated[
-        str | None, typer.Option(help="number of processes, or 'auto'. Replaces [engine] workers")
+        str | None, typer.Option(help="number of processes, or 'auto'. Overrides [engine] workers")
     ] = None,
     data_dir: DataDir = None,
     join: Join = False,

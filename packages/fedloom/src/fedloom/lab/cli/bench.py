@@ -29,13 +29,13 @@ def bench(
     gradient_engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="way to compute gradients: compiled, vmap or loop. May be repeated (default: all)",
+            help="how to compute gradients: compiled, vmap or loop. May be repeated (default: all)",
             autocompletion=offer.one_of("compiled", "vmap", "loop"),
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="number of measured rounds. They follow one unmeasured round")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="number of rounds to measure after one unmeasured round")] = 5,
     patience: Annotated[
-        float, typer.Option(min=0, help="maximum time to wait for a quiet machine, in seconds per row of the table")
+        float, typer.Option(min=0, help="maximum time to wait for an idle machine, in seconds per row of the table")
     ] = 0,
     ranks: Annotated[
         list[int] | None,
@@ -64,7 +64,7 @@ def bench(
         bool,
         typer.Option(
             "--per-gradient",
-            help="measure instead how much processor time each method needs per gradient, relative to FedAvg",
+            help="instead, measure how much processor time each method needs per gradient, relative to FedAvg",
         ),
     ] = False,
     data_dir: DataDir = None,

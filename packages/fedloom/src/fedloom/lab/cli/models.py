@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from fedloom.lab.experiment import RecordedRun, RunDirectory
     from fedloom.trained.predictions import Predictions
 
-RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
+RunArgument = Annotated[Path, typer.Argument(help="run directory that 'fedloom run' wrote", show_default=False)]
 DataOption = Annotated[
     str, typer.Option("--data", help="new data: a file, a folder, or the name of a data set", show_default=False)
 ]
 MethodOption = Annotated[
-    str | None, typer.Option("--method", help="label of a method of the run", autocompletion=offer.methods)
+    str | None, typer.Option("--method", help="label of one of the run's methods", autocompletion=offer.methods)
 ]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="seed of the run", autocompletion=offer.seeds)]
 ClientOption = Annotated[
@@ -31,7 +31,7 @@ ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="global, personal, hybrid, or the file of an adapted model",
+        help="global, personal or hybrid, or the path to the file of an adapted model",
         autocompletion=offer.one_of("global", "personal", "hybrid"),
     ),
 ]
@@ -43,16 +43,16 @@ IdColumnOption = Annotated[
 ]
 ThresholdOption = Annotated[
     float | None,
-    typer.Option("--threshold", help="smallest probability at which the second class is predicted (default: 0.5)"),
+    typer.Option("--threshold", help="minimum probability at which the second class is predicted (default: 0.5)"),
 ]
 SetThresholdOption = Annotated[
     float | None,
     typer.Option(
         "--set-threshold",
-        help="threshold from the conformal analysis. Also writes sets of classes, or intervals (default: neither)",
+        help="threshold from the conformal analysis, to also write class sets or intervals (default: neither)",
     ),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of another kind")]
+ForceOption = Annotated[bool, typer.Option("--force", help="replace an existing file of any kind")]
 
 
 @app.command(name="models", rich_help_panel="Use models")
@@ -109,7 +109,7 @@ def predict(
         str | None,
         typer.Option(
             "--method",
-            help="label of a method of the run (default: the best on validation data)",
+            help="label of one of the run's methods (default: the best method on the validation data)",
             autocompletion=offer.methods,
         ),
     ] = None,
@@ -117,7 +117,7 @@ def predict(
     client: Annotated[
         str | None,
         typer.Option(
-            "--client", help="client whose model predicts (default: the site of each row)", autocompletion=offer.clients
+            "--client", help="client whose model to use (default: the site of each row)", autocompletion=offer.clients
         ),
     ] = None,
     model: ModelOption = None,
@@ -229,7 +229,7 @@ def adapt(
     epochs: Annotated[
         int | None, typer.Option(help="number of passes over the data per round (default: as in the run)")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
+    steps: Annotated[int | None, typer.Option(help="number of steps per round, instead of epochs")] = None,
     lr: Annotated[float | None, typer.Option(help="learning rate instead of the run's schedule")] = None,
     holdout: Annotated[float, typer.Option(help="fraction of the data to use for scoring instead of training")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file to write (default: RUN/adapted/...)")] = None,

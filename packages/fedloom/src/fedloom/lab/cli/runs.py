@@ -41,7 +41,7 @@ def run(
         Path | None, typer.Option(help="run directory (default: runs/<name of the file>, with -refit after --refit)")
     ] = None,
     workers: Annotated[
-        str | None, typer.Option(help="number of processes, or 'auto'. Replaces [engine] workers")
+        str | None, typer.Option(help="number of processes, or 'auto'. Overrides [engine] workers")
     ] = None,
     data_dir: DataDir = None,
     force: Annotated[
@@ -60,7 +60,7 @@ def run(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time, and write nothing")
+        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time, but write nothing")
     ] = False,
     values: Annotated[
         list[str] | None,
@@ -75,7 +75,7 @@ def run(
     method: Annotated[
         list[str] | None, typer.Option(help="run this method only, by label or algorithm (may be repeated)")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="number of communication rounds for every method")] = None,
     refit: Annotated[
         bool,
         typer.Option(
@@ -251,7 +251,7 @@ def _print_json(
 
 @app.command(rich_help_panel="Run")
 def merge(
-    runs: Annotated[list[Path], typer.Argument(help="run directories of one experiment", show_default=False)],
+    runs: Annotated[list[Path], typer.Argument(help="run directories of the same experiment", show_default=False)],
     out: Annotated[Path, typer.Option(help="the new run directory", show_default=False)],
 ) -> None:
     """Merge several run directories of the same experiment.
@@ -294,7 +294,7 @@ def report_command(
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="baseline of the comparisons (pairs.csv, pairs.tex). Default: local or fedavg"),
+        typer.Option(help="method to compare the others with in pairs.csv and pairs.tex (default: local or fedavg)"),
     ] = None,
     compare_model: Annotated[
         str,
@@ -317,7 +317,7 @@ def report_command(
         bool, typer.Option("--card", help="also write a draft model card, card.md, for people to complete")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="replace existing files, even if a report did not write them")
+        bool, typer.Option("--force", help="replace existing files, even files that are not from a report")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -32,11 +32,11 @@ def tune(
         Path | None, typer.Option(help="output directory of the search (default: runs/<name of the file>-tune)")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(min=1, help="number of trials per method. Replaces [tune] trials")
+        int | None, typer.Option(min=1, help="number of trials per method. Overrides [tune] trials")
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option(help="number of methods to tune at the same time, or 'auto'. Replaces [engine] workers"),
+        typer.Option(help="number of methods to tune at the same time, or 'auto'. Overrides [engine] workers"),
     ] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="delete the results in the directory and start again")] = False,

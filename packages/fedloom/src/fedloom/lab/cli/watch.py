@@ -40,8 +40,8 @@ setInterval(async () => {
 @app.command(rich_help_panel="Run")
 def watch(
     run: Annotated[Path, typer.Argument(help="run directory, or directory of a deployment", show_default=False)],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback (0: any free port)")] = 8321,
-    every: Annotated[int, typer.Option(min=1, help="number of seconds between two updates")] = 5,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="loopback port (0: any free port)")] = 8321,
+    every: Annotated[int, typer.Option(min=1, help="time between two updates, in seconds")] = 5,
     list_: Annotated[
         bool,
         typer.Option(

@@ -92,7 +92,7 @@ class Head(Value):
         (0,), min_length=1, description="random seeds. Every method runs once per seed"
     )
     defaults: Constants = Field(
-        "default", description="which default values the methods' options have: default, paper or released"
+        "default", description="which default values to use for the methods' options: default, paper or released"
     )
 
     @field_validator("seeds")
@@ -108,14 +108,14 @@ class MethodKeys(Value):
 
     label: Title = Field(description="name of the method in tables and charts")
     defaults: Constants = Field(
-        "default", description="which default values this method's options have, if the file does not set them"
+        "default", description="which default values to use for this method's options, if the file does not set them"
     )
 
 
 _plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
 _questions: Any = (
     tuple[str, ...],
-    Field((), description="open questions of a draft. The draft runs after they are answered and deleted"),
+    Field((), description="open questions in a draft. The draft can be run once they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
 """All top-level keys of an experiment file that are not tables."""

@@ -41,47 +41,47 @@ class Tune(Value):
     rounds: int | None = Field(
         None,
         ge=1,
-        description="compute budget of a trial, in rounds of plain local training (default: the experiment's "
-        "number of rounds)",
+        description="compute budget of a trial, as a number of rounds of plain local training (default: the "
+        "experiment's number of rounds)",
     )
     seeds: tuple[NonNegativeInt, ...] = Field(
         (),
-        description="number of seeds. A trial's score is the mean over these seeds (default: only the "
-        "experiment's first seed)",
+        description="seeds that every trial uses. A trial's score is the mean over these seeds (default: only "
+        "the experiment's first seed)",
     )
     metric: str | None = Field(
         None,
         pattern="^[^/]+(/mean|/weighted)?$",
         description=(
-            "validation metric: the mean over clients, or with /weighted the mean weighted by "
-            "samples, as in accuracy/weighted (default: the task's metric, such as AUROC for two "
-            "classes)"
+            "validation metric: the mean over clients, or, with the suffix /weighted, the mean "
+            "weighted by samples, as in accuracy/weighted (default: the task's metric, such as AUROC "
+            "for two classes)"
         ),
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "best-on-validation"] = Field(
         "auto",
         description=(
             "model to score: auto (the personal model, if the method has one), mean (the mean of the "
-            "global and the personal score, if both models exist), best-on-validation (the hybrid of "
-            "both, if both exist)"
+            "global and the personal model's scores, if both models exist), best-on-validation (the "
+            "hybrid of the two models, if both exist)"
         ),
     )
     prune: bool = Field(
-        True, description="stop a trial whose score is below the median score of complete trials at the same point"
+        True, description="stop a trial whose score is below the median of completed trials at the same point"
     )
     startup: int = Field(
-        5, ge=1, description="number of trials that must be complete before any trial is stopped early"
+        5, ge=1, description="number of trials that must be completed before any trial is stopped early"
     )
     simulated_seconds: float | None = Field(
         None,
         gt=0,
-        description="simulated time after which a trial ends and is scored. Its number of rounds is an upper limit",
+        description="simulated time after which a trial ends and is scored, even if rounds remain",
     )
     equal_work: bool = Field(
         True,
         description=(
-            "true: each trial, and each method in the tuned file, gets the number of rounds that "
-            "costs as much as `rounds` plain rounds. false: `rounds` rounds, or the method's own "
+            "true: each trial, and each method in the tuned file, gets as many rounds as cost the "
+            "same as `rounds` plain rounds. false: each gets `rounds` rounds, or the method's own "
             "number"
         ),
     )
@@ -90,7 +90,7 @@ class Tune(Value):
     space: dict[str, dict[str, Dimension]] = Field(
         {},
         description=(
-            "search space per method (label or algorithm, or all for every method): setting = "
-            "[choices] or {low, high, log}"
+            "search space for each method (by label or algorithm, or under all for every method): "
+            "setting = [choices] or {low, high, log}"
         ),
     )
