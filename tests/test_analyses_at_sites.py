@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from fedloom_sites.deploy.analyses import (
 )
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.ops.status import status_of
+from fedloom_sites.deploy.protocol.envelope import Envelope, common_head, digest_of
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
@@ -471,6 +473,14 @@ def test_agreements_and_snapshots_that_differ_a_little_show_no_subject(tmp_path:
         PublicReason, match="4 experiments have already asked for the analysis glm over the data 'data'"
     ):
         asked(other, MEANS)
+    renamed = Client(client.site.with_(data_name="other"))  # whose memory would be empty
+    for kind in ("train", "analysis"):
+        head = {
+            **common_head(client.site.fingerprint, kind, 1, 0, b"", digest_of([])), "accepted": 0, "weight": 1.0,
+            "scored": -1, "global": False,
+        }  # fmt: skip
+        with pytest.raises(Refused, match="data_name") if kind == "analysis" else nullcontext():
+            renamed._check(Envelope(head, [], {}))
 
 
 @pytest.mark.parametrize(("changed", "answers"), [(1, False), (4, False), (5, True)])

@@ -38,7 +38,7 @@ START = """# Experiment file
 
 An experiment file describes a comparison: the data, the split into clients, one model, and one
 `[[method]]` table per method. Only `[data]` and one `[[method]]` are required. fedloom checks the file
-before training. If a key is unknown, or a value has a wrong type or is out of range, the command stops.
+before training. If a key is unknown, or a value has the wrong type or is out of range, the command stops.
 
 ```toml title="smallest.toml"
 [data]
@@ -48,7 +48,7 @@ source = "digits"
 algorithm = "fedavg"
 ```
 
-`fedloom schema > fedloom.schema.json` writes a JSON schema. Editors use the schema to complete and check the file.
+`fedloom schema > fedloom.schema.json` writes a JSON schema. Editors can use this schema to complete and check the file.
 The pages of this reference are generated from the code that reads the file.
 
 ## Tables
@@ -78,9 +78,10 @@ local = { lr = 0.05, momentum = 0.9 }
 
 ## [grid]
 
-A `[grid]` table runs every method with every combination of the listed values. Each combination is a separate method,
-with the values in its label. A key is an option of methods, such as `lam`, or a key of a table, such as `local.lr`.
-With the prefix `method.LABEL.`, the values apply to one method only. See also [Ablations](cluster.md#ablations-a-grid).
+A `[grid]` table runs every method with every combination of the listed values. Each combination is a separate method
+whose label contains the values. Each key of `[grid]` is either an option of the methods, such as `lam`, or a setting
+in a different table, such as `local.lr`. If a key has the prefix `method.LABEL.`, its values apply only to the
+method with this label. See also [Ablations](cluster.md#ablations-a-grid).
 
 ```toml
 [[method]]

@@ -184,6 +184,8 @@ def synthetic(path: Path, columns: str, rows: int = 240) -> Draft:
         ("drug", "t1:c t2:c relapse:b"),
         ("smoking", "ttr:c relapse:b grp:t age:n"),
         ("cricketer", "left:b year:i life:c dead:b"),
+        ("factory", "exposure_time:z status:b age:n"),  # a time that is over before
+        ("graft", "ischemia_time:z status:b age:n"),
         ("murders", "forename:p age:y borough:q"),  # the only one that is left
         ("trial", "age:9 weight:m outcome:b"),  # 999 is far in one column, and a weight in another
     ],
@@ -207,6 +209,10 @@ def test_names_that_mislead_are_asked_about(file: str, columns: str, tmp_path: P
         ("visits", "hospital:t age:n target:b", Key("target", site="hospital")),
         ("titanic", "age:n sibsp:8 target:b", Key("target")),
         ("stocks", "mobil:z gas:n target:b", Key("target")),
+        ("brca", "age:n OS_months:z OS_status:b", Key("OS_months", "OS_status")),
+        ("heart", "age:n stop:z event:b", Key("stop", "event")),
+        ("lung", "months:z status:b age:n", Key("months", "status")),
+        ("rossi", "weeks:z arrest:b age:n", Key("weeks", "arrest")),
     ],
 )
 def test_other_names_keep_their_meaning(file: str, columns: str, key: Key, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from fedloom.data.site_rows import rows_by_site
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.facts import ColumnProfile
+from fedloom.data.survey.findings import reason_left_out
+from fedloom.data.survey.leaks import ReadColumn
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
@@ -99,7 +101,14 @@ def test_a_number_of_rows_is_left_out_at_every_entrance_and_its_note_names_the_k
 
 @pytest.mark.parametrize(
     ("name", "numbers"),
-    [("year", 1900 + COUNT), ("age", 20 + COUNT % 60), ("weight", RNG.permutation(N) + 40.5), ("x", COUNT % 40)],
+    [
+        ("num_lesions", 5 + 2 * COUNT),
+        ("record_length", 9 + 3 * COUNT),
+        ("year", 1900 + COUNT),
+        ("age", 20 + COUNT % 60),
+        ("weight", RNG.permutation(N) + 40.5),
+        ("x", COUNT % 40),
+    ],
 )
 def test_a_measurement_that_rises_stays(name: str, numbers: Any) -> None:
     frame = clean().drop(columns="age")
@@ -211,8 +220,28 @@ def test_ordinary_columns_are_of_nobody() -> None:
         ("atc", [f"N{k % 30:02d}BE01" for k in range(80)]), ("first_visit", ["yes", "no"] * 40),
         ("last_stage", [f"Stage {'IVX'[k % 3]}" for k in range(80)]), ("street", ["Grvl", "Pave"] * 40),
         ("nombre_visites", [str(k % 5) for k in range(80)]), ("city", ["New York", "Los Angeles"] * 40),
+        ("name", [f"{'KLMN'[k % 4]}{'aei'[k // 4 % 3]}formin" for k in range(120)]),
+        ("attending_specialty", [f"{'KLMN'[k % 4]}{'aei'[k // 4 % 3]}rology" for k in range(120)]),
+        ("city", [f"{'KLMN'[k % 4]}{'aei'[k // 4 % 3]}timore, MD" for k in range(120)]),
+        ("contact_time_ms", [str(100_000 + 2903 * k) for k in range(300)]),
+        ("mobile_bytes", [str(100_000 + 2903 * k) for k in range(300)]),
+        ("sin_offset", [str(1_100_000 + 2903 * k) for k in range(300)]),
+        ("zip_size", [str(1000 + 29 * k) for k in range(300)]),
     ):  # fmt: skip
         assert ColumnProfile(name, np.array(cells, object)).personal == "", name
+        numbers = np.array([float(cell) if cell.isdigit() else np.nan for cell in cells])
+        assert np.isnan(numbers).any() or reason_left_out(name, ReadColumn(numbers), len(cells)) == "", name
+
+
+def test_texts_that_are_named_as_categories_are_kept_if_they_only_look_like_names() -> None:
+    frame = clean().assign(attending=[f"{'KLMN'[k % 4]}{'aei'[k // 4 % 3]}rology" for k in range(N)])
+    frame = frame[["attending", "age", "ill"]]
+    assert names(fl.Dataset.create(frame)) == ["age"]
+    kept = fl.Dataset.create(frame, categorical=["attending"])
+    assert names(kept) == ["attending", "age"]
+    (note,) = [note for note in kept.notes if "attending" in note]
+    assert note.endswith("If they are people, name it in drop")
+    assert names(fl.Dataset.create(frame, categorical=["attending"], drop=["attending"])) == ["age"]
 
 
 def test_rare_levels_stay_out_of_agreements(tmp_path: Path) -> None:
@@ -451,9 +480,18 @@ def test_another_leak_is_noted_at_every_entrance_and_not_without_it(case: str, t
         assert any(words in note for note in data.notes), (entrance, data.notes)
 
 
+def symptoms(rng: np.random.Generator) -> dict[str, Any]:
+    """Symptoms that depend on each other, and a different integer in each row."""
+    flags = (rng.random(N) < 0.5)[:, None] ^ (rng.random((N, 20)) < 0.02)
+    columns = {f"s{k}": flags[:, k].astype(int) for k in range(20)}
+    return {**columns, "income": rng.permutation(90_000)[:N] + 10_000, "y": rng.integers(2, size=N)}
+
+
 CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]] = {
     "mixed": lambda r: (dict(clean(7)), {}),
     "small": lambda r: (dict(clean(8, 40)), {}),
+    "a count for every row": lambda r: ({"num_steps": r.permutation(9000)[:N], **clean(7)}, {}),
+    "symptoms and an income": lambda r: (symptoms(r), {}),
     "large": lambda r: (dict(clean(9, 5000)), {}),
     "normal": lambda r: ({**{f"x{k}": r.normal(size=N) for k in range(6)}, "y": r.integers(3, size=N)}, {}),
     "flags alone": lambda r: ({**{f"f{k}": r.integers(2, size=N) for k in range(6)}, "y": r.integers(2, size=N)}, {}),
@@ -503,7 +541,7 @@ CLEAN: dict[str, Callable[[np.random.Generator], tuple[dict[str, Any], dict[str,
 
 @pytest.mark.parametrize("case", CLEAN)
 def test_a_clean_table_has_no_note(case: str) -> None:
-    assert len(CLEAN) == 20
+    assert len(CLEAN) == 22
     for seed in range(5):
         columns, options = CLEAN[case](np.random.default_rng(seed))
         assert fl.Dataset.create(pd.DataFrame(columns), **options).notes == (), seed

@@ -205,13 +205,14 @@ except fl.errors.ConfigError as error:
     print(error)
 ```
 
-The check repeats the random draws of the run. It knows the cohort of every round, so it can find
-out before round 1 that a robust rule would fail in round 21. If a deadline or a timeout is set, the
-check trains one client. If a model has no layer below its head, the check takes one training step.
+The check repeats the random draws of the run. It therefore knows the cohort of every round and can
+find out before round 1 that a robust rule would fail in round 21. If a deadline or a timeout is
+set, the check trains one client. If a model has no layer below its head, the check performs one
+training step instead.
 
 Some models draw random numbers from torch, numpy or `random`. fedloom seeds these global generators
 in every training step, and restores them afterwards. If a model contains its own generator, fedloom
-cannot seed it, and the run prints a note.
+cannot seed this generator, and the run prints a note.
 
 The table shows an example of every rule. Tests check that the rule and the fix are the same for all
 seven ways to start a run, and that the setting works after the fix.

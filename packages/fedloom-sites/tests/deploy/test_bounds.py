@@ -80,7 +80,8 @@ def test_no_honest_site_is_refused_by_bounds_and_ranges(name: str, tmp_path: Pat
     bound = _bound(*make_job(experiment.methods[0].setting, fed))
     if name == "fedadmm-inexact":  # in round 2 its u, with the dual in it, is 16 times as far as in round 1
         bound = 4 * bound  # type: ignore[operator]
-    assert here.serve(norm_bound=bound) is Stop.DONE
+    trains = name != "fedbabu"  # it trains no heads, and this model is a head
+    assert here.serve(norm_bound=bound) is (Stop.DONE if trains else Stop.UNCHANGED)
     assert not here.audit("rejected")
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,13 +20,15 @@ from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, States, re
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.opened import read_checked
+from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.secure.protocol import Broken
+from fedloom_sites.deploy.secure.sums import SecureSums
 from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import NAMES_FILE, check_data_name
 from tests.deploy.scene import Scene, signing_key_of
-from tests.deploy.sessions import losing, secured, sum_honestly
+from tests.deploy.sessions import losing, secured, sum_honestly, terms_of
 from tests.deploy.test_dishonest import Rogue, rogue_of
 
 pytestmark = pytest.mark.attack("a server that combines sums")
@@ -210,7 +212,10 @@ def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(t
 
 
 def test_a_site_that_is_renamed_has_no_further_changes(tmp_path: Path) -> None:
-    """A site that has used its changes is in no sum, also if the next agreement gives it another name."""
+    """A site that has used its changes is in no sum, also if the next agreement gives it another name.
+
+    The site's own settings may have the new name as well, or only the list by which the other sites count changes.
+    """
     fed = Federation(secured(tmp_path, "fedavg", THRESHOLD, agreed={"changes": 1}), (1,) * 5)
     rest = range(4)
     assert fed.sum("uploads", range(5), range(5))
@@ -219,12 +224,13 @@ def test_a_site_that_is_renamed_has_no_further_changes(tmp_path: Path) -> None:
     secure_of = fed.settings[4].secure
     assert secure_of is not None
     renamed = secure_of.with_(names=(*secure_of.names[:4], "another"))
-    fed.here = fed.here._replace(
-        sites=[s.with_(secure=renamed, **({"site": "another"} if s.client == 4 else {})) for s in fed.here.sites]
-    )
-    fed.begin(1)
-    assert not fed.sum("uploads", range(5), range(5))
-    assert "this site took part in earlier sums over these data under another name" in fed.refused[-1]
+    for experiment, name in enumerate(("another", fed.settings[4].site), 1):
+        fed.here = fed.here._replace(
+            sites=[s.with_(secure=renamed, **({"site": name} if s.client == 4 else {})) for s in fed.here.sites]
+        )
+        fed.begin(experiment)
+        assert not fed.sum("uploads", range(5), range(5))
+        assert "this site took part in earlier sums over these data under another name" in fed.refused[-1]
     assert fed.sum("uploads", rest, rest)
 
 
@@ -359,8 +365,33 @@ def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: 
     assert first.changed([*bases], weights, States("one", 5, bases)) == moved
     scored = first.add_sum("abcd", {}, States("one", None, dict.fromkeys("abcd", 4)))
     assert scored.changed([*bases], weights, States("one", 5, bases)) == moved  # a sum of scores moves no state
+    if moved == {"d"}:  # a sum from another state of d differs from the next one, as a sum without d does
+        after = first.add_sum([*bases], weights, States("one", 5, bases))
+        following = States("one", 6, dict.fromkeys(bases, 5))
+        assert after.changed([*bases], weights, following) == moved
+        with pytest.raises(Broken, match="they differ in d"):
+            after.add_sum([*bases], weights, following)
     again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
+
+
+def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server stopped after a sum of scores, and was upgraded to a version that sums fewer numbers."""
+    here = secured(tmp_path, "fedavg")
+    sums, terms = SecureSums(cast(Any, None), here.server), terms_of(5)
+    advert = secure.advertise(b"", 0, secure.new_secrets(), signing_key_of(0))
+    new, old = (
+        PendingSum(
+            1, bytes(16), secure.write_adverts([advert]), b"", [0], [0], {0: bytes(64)}, terms.sums,
+            terms.model_digests, np.zeros(length, dtype=np.uint64), told=True,
+        )
+        for length in (4, 6)
+    )  # fmt: skip
+    monkeypatch.setattr(sums, "_collected", lambda *_: new)
+    weights = dict.fromkeys(range(5), (1.0,))
+    for kept, length in ((old, 4), (old, 6)):  # the second one is of this version
+        PendingSums(here.server.checkpoints).keep(kept)
+        assert sums.sum(terms, weights, cast(Any, None), length, lambda total, _: len(total)).value == length
 
 
 def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,25 +120,41 @@ _COUNT_NOUNS = (
     "prediction|processe|question|record|residual|round|row|run|sample|score|second|seed|sentence|server|setting|shard|"
     "share|site|step|stratum|subject|table|token|trial|unit|upload|value|visit|word|worker"
 )
-_ONE_THING = re.compile(
-    rf"(?<![\w.,'\"/^-])(?<!- )1 ((?:(?:{_COUNT_ADJECTIVES}) )*)(?:({_COUNT_NOUNS})s|(entr|categor)ies|(analys)es)\b"
-    r"( (?:are|have|were|do|need)\b)?"
+_COUNT_LEADS = (
+    "about|across|after|all|also|an|and|another|answered|answers|are|as|at|be|because|before|but|by|contain|contained|"
+    "contains|covers|declared|declares|defines|did|do|does|drew|drops|during|every|exactly|expected|finds|first|for|"
+    "found|from|gave|gives|got|had|has|have|held|hold|holds|if|in|include|includes|into|is|its|just|kept|keeps|knows|"
+    "last|least|leaves|left|less|lists|made|makes|misses|most|need|needed|needs|next|no|not|of|on|only|or|other|over|"
+    "per|plus|read|reads|received|rejected|reports|sent|since|so|state|than|that|the|their|then|these|they|through|to|"
+    "took|until|up|used|uses|was|were|when|where|which|while|with|within|without"
 )
+"""Words before a count. A count after any other word may be part of a user's name, as in Week 1 visits."""
+_ONE_THING = re.compile(
+    r"(?<!\w)(?P<quote>['\"`]).*?(?P=quote)(?!\w)|"
+    rf"(?P<lead>^|[:;,.=>|]\s|[(=>\n]|(?<![\w/\\.'\"-])(?i:{_COUNT_LEADS})\s)1 "
+    rf"(?P<adjectives>(?:(?:{_COUNT_ADJECTIVES}) )*)(?:(?P<noun>{_COUNT_NOUNS})s|(?P<y>entr|categor)ies|"
+    r"(?P<is>analys)es)\b(?![\w/\\-]|\.\w)(?P<verb> (?:are|have|were|do|need)\b)?"
+)
+"""Pattern of a quoted text, which is not changed, or of a count of one thing. Paths contain no such count."""
 _SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " does", " need": " needs"}
 
 
 def write_singular(text: str) -> str:
-    """Return a sentence in which nouns and verbs agree with the number 1.
+    """Return a sentence in which nouns and verbs agree with the number 1, except in quoted text, names and paths.
 
     >>> write_singular("1 clients have no test part, 1 training samples, 1 classes"), write_singular("21 rows")
     ('1 client has no test part, 1 training sample, 1 class', '21 rows')
+    >>> write_singular("column 'Week 1 visits': 1 rows"), write_singular("site 1 records/a.csv: no such file")
+    ("column 'Week 1 visits': 1 row", 'site 1 records/a.csv: no such file')
     """
 
     def write(match: re.Match[str]) -> str:
-        adjectives, noun, in_y, in_is, verb = match.groups(default="")
+        quote, lead, adjectives, noun, in_y, in_is, verb = match.groups(default="")
+        if quote:
+            return match[0]
         noun = noun.removesuffix("e") if noun in ("batche", "classe", "processe") else noun
         noun += f"{in_y}y" if in_y else f"{in_is}is" if in_is else ""
-        return f"1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
+        return f"{lead}1 {adjectives}{noun}{_SINGULAR_VERBS.get(verb, '')}"
 
     sentence = _ONE_THING.sub(write, text)
     return Note.create(sentence, text.rule) if isinstance(text, Note) else sentence

@@ -17,7 +17,10 @@ from fair_optima import agnostic, penalised, q_fair
 from scipy.optimize import minimize
 from torch import Tensor
 
+from fedloom.algorithms._regulariser import proximal
 from fedloom.local import LocalSGD
+from fedloom.rows.algebra import norm
+from fedloom.rows.layout import Layout
 from fedloom.rows.projection import new_key, projection
 from fedloom.rows.proxes import L1, Nuclear
 from fedloom.testing import Problem
@@ -26,6 +29,12 @@ from fedloom.testing.federate import ReferenceFederation
 DESCENT = LocalSGD(lr=0.4, batch_size=2)  # one to four steps a round, by client
 Models = dict[str, Tensor]  # "global" [d], "personal" [n, d]
 Weights = Literal["uniform", "samples"]
+
+
+def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
+    """Return ||x - prox_{t f}(x - t gradient)|| / t, ``[..., 1]``: 0 exactly if 0 is in gradient + df(x) (f convex)."""
+    gap = x - proximal(f, x - t * gradient, t, layout)
+    return norm(gap) / t
 
 
 @dataclass(frozen=True)

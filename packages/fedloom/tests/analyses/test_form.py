@@ -132,6 +132,16 @@ def test_projection_counts_what_it_moves():
     assert (values.tolist(), clipped) == ([0.0, 2.0, 5.0], 2)
 
 
+def test_a_sum_of_rows_at_their_limit_is_within_its_bound():
+    """The largest client has only rows at the end of a range, whose scaled sum exceeds the bound by rounding."""
+    low, high, rows = 0.2, 0.7, 30
+    total = ((np.full(rows, high) - (high + low) / 2) / ((high - low) / 2)).sum()
+    assert total > rows
+    values, clipped = Bounds.counts(1, rows).project(torch.tensor([total], dtype=torch.float64))
+    assert (values.tolist(), clipped) == ([rows], 0)
+    assert Bounds.counts(1, rows).project(torch.tensor([rows + 1e-6], dtype=torch.float64))[1] == 1
+
+
 def test_the_budget_of_questions_is_kept():
     class Endless(Quantiles):
         def step(self, state, total, info):

@@ -84,6 +84,7 @@ DOORS: dict[str, Any] = {
     "read-only": (np.frombuffer(X.tobytes(), np.uint8).reshape(X.shape), np.frombuffer(Y.tobytes(), Y.dtype)),
     "backwards": (X[::-1].copy()[::-1], Y[::-1].copy()[::-1]),
     "other byte order": (np.asfortranarray(X), Y.astype(">i4")),
+    "one frame per sample": ([pd.DataFrame(x) for x in X], Y),
     "half": (X, Y.astype(np.float16)),
     "pictures": Pairs(lambda i: (Image.fromarray(X[i]), Y[i])),
     "stream": Stream(),
@@ -193,6 +194,7 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.create(X, Y, mean="a"), DataError, "mean and std must be numbers, one per channel, got 'a'"),
         (lambda: Dataset.create(X, Y, clients=[None] * 12), DataError, "data: users: value 0 is None"),
         (lambda: Dataset.create(X, Y, clients=[np.nan] * 12), DataError, "sample 0 has no client"),
+        (lambda: Dataset.create(X, Y, clients=["a", " ", ""] * 4), DataError, "sample 1 has an empty client name .8 "),
         (
             lambda: Dataset.create(np.zeros((12, 9, 8, 3)), Y),
             DataError,

@@ -415,7 +415,7 @@ def test_a_common_test_set_of_a_table_works_and_a_shared_test_part_names_it() ->
     rows = fl.simulate("fedavg", fed, rounds=1).table().to_pylist()
     (auroc,) = [r["value"] for r in rows if (r["part"], r["metric"], r["round"]) == ("common", "auroc", 1)]
     assert 0 <= auroc <= 1
-    with pytest.raises(Refused, match="part. A test set for all clients is Draw.common"):
+    with pytest.raises(Refused, match="A test set for all clients is Draw.common"):
         Common(shared=True)(data, 0)
 
 

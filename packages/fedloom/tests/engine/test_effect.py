@@ -6,7 +6,7 @@ import logging
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,6 +78,13 @@ def test_a_run_that_changed_no_model_is_no_success(
     assert "every loss is unchanged" in result.detail
 
 
+@pytest.mark.parametrize(("method", "lr"), [("fedavg", 1e-6), ("fedavg", 1e-7), ("local", 1e-7)])
+def test_a_run_whose_steps_are_small_is_no_failure(method: str, lr: float, fed: Federation) -> None:
+    result = fl.simulate(method, fed, rounds=2, local={"lr": lr, "epochs": 1})
+    assert result.status == "done"
+    assert lr > 1e-7 or "after 2 rounds every loss is unchanged, except for rounding errors" in result.notes
+
+
 @pytest.mark.usefixtures("unforeseen")
 def test_a_deadline_that_nobody_meets_is_no_success(fed: Federation, tmp_path: Path) -> None:
     result = fl.simulate("fedavg", fed, rounds=9, folder=tmp_path, **LATE)
@@ -139,11 +146,30 @@ def test_a_callback_that_fails_changes_no_number(
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [warning]
 
 
-def test_a_callback_that_changes_the_state_changes_no_number(fed: Federation) -> None:
+class Traced(NamedTuple):
+    """A server state with a field that keeps a graph."""
+
+    x: Tensor
+    trace: Tensor
+
+
+class WithGraph(fl.algorithms.FedAvg):
+    """A method whose server state keeps the graph of a computation."""
+
+    def init(self, x0: Tensor, ctx: Any) -> Any:
+        server, *others = super().init(x0, ctx)
+        return Traced(server.x, torch.zeros(1)), *others
+
+    def server(self, server: Any, up: Any, ctx: Any) -> Any:
+        return Traced(super().server(server, up, ctx).x, torch.ones(1, requires_grad=True) + 1)
+
+
+@pytest.mark.parametrize("method", [fl.algorithms.FedAvg(), WithGraph()])
+def test_a_callback_that_changes_the_state_changes_no_number(method: Any, fed: Federation) -> None:
     def spoil(state: Any) -> None:
         state.server.x.zero_()
 
-    plain, result = (fl.simulate("fedavg", fed, rounds=3, callbacks=calls) for calls in ([], [spoil]))
+    plain, result = (fl.simulate(method, fed, rounds=3, callbacks=calls) for calls in ([], [spoil]))
     assert torch.equal(result.models.rows("global"), plain.models.rows("global"))
     assert result.table().equals(plain.table())
 

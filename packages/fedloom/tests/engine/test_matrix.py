@@ -16,7 +16,7 @@ import datetime
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -446,16 +446,27 @@ COLUMNS = (
 )
 
 
+def declaring(declared: Callable[[Algorithm], object]) -> list[str]:
+    """The methods that declare something."""
+    return sorted(name for name in REGISTRY if declared(composed(name).algorithm))
+
+
 def named(declared: Callable[[Algorithm], object]) -> str:
     """The methods that declare something, in words."""
-    return ", ".join(sorted(name for name in REGISTRY if declared(composed(name).algorithm)))
+    return ", ".join(declaring(declared))
+
+
+def enumerated(names: Iterable[str]) -> str:
+    """Names with "and" before the last one."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 INTRODUCTION = """# Compatibility
 
-Most methods work with every sampler, aggregator, attack, upload transform, client weighting and schedule, and with
-all kinds of aggregation weights and personalized aggregation. A few combinations make no sense, and fedloom rejects
-these combinations before a run starts. For example, a median cannot replace the aggregation of IFCA:
+Most methods work with every sampler, aggregator, attack, upload transform, client weighting and schedule, and with all
+kinds of aggregation weights and personalized aggregation. A few combinations do not make sense, and fedloom rejects
+them before a run starts. For example, a median cannot replace the aggregation of IFCA:
 
 ```python
 import fedloom as fl
@@ -468,7 +479,7 @@ except fl.FedloomError as error:
 ```
 
 A test runs every method with every plug-in and writes this page (`packages/fedloom/tests/engine/test_matrix.py`). A
-second test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). [Effects of the
+second test runs every pair of plug-ins (`packages/fedloom/tests/engine/test_pairs.py`). The page on the [effects of the
 plug-ins](../studies/pages/system.md) contains measurements.
 
 ## Methods and plug-ins
@@ -481,11 +492,12 @@ table.
 NOTES = f"""
 Every method works with the aggregation weights `shares` and `uniform`. Every method works with every sampler, except
 samplers that ask clients ({", ".join(sorted(ASKERS))}) or learn from uploads ({", ".join(sorted(LEARNERS))}). Every
-method with uploads works with the aggregator `mean` and, except for {named(lambda method: method.needs_exact)}, with
-all upload transforms. The compressors are {", ".join(sorted(COMPRESSORS))}. Every method works with all other client
-weightings ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the schedules
-{", ".join(sorted(SCHEDULES.keys() - STREAMS))}. Streams are the schedules {" and ".join(sorted(STREAMS))}. FedACS,
-FedAMP and HeurFedAMP work with streams if `among = "all"`.
+method with uploads works with the aggregator `mean`. Except for
+{enumerated(declaring(lambda method: method.needs_exact))}, these methods also work with all upload transforms. The
+compressors are {enumerated(sorted(COMPRESSORS))}. Every
+method works with all other client weightings ({", ".join(w for w in WEIGHTS if w != "clusters every k")}) and with the
+schedules {enumerated(sorted(SCHEDULES.keys() - STREAMS))}. The schedules {" and ".join(sorted(STREAMS))} are called
+streams. FedACS, FedAMP and HeurFedAMP work with streams if `among = "all"`.
 
 ## Rules
 
@@ -499,61 +511,65 @@ FedAMP and HeurFedAMP work with streams if `among = "all"`.
 ### Client weighting
 
 - The client weights (`client_weights`) apply to every method with a weighted mean. Aggregation weights replace them.
-  If a sampler draws clients by their number of samples, the clients of its cohort have equal weight. FedACS, FedAMP,
+  If a sampler draws clients by their number of samples, the clients in its cohort have equal weights. FedACS, FedAMP,
   HeurFedAMP and FedFomo compute their own weights, FedSkip counts the samples that a model has seen, and `local`
   uploads nothing. If the client weights have no effect, the run prints a note.
 - With `client_weights = "clusters-C"`, every method with client weights optimizes Equitable-FL's objective. fedloom
-  finds the clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, it finds them
-  again after every K rounds. Sums that the server keeps over rounds are then updated to the new weights.
-- With `client_weights = "groups by region"`, every level of that column has the same weight. All rows of a client
-  must have the same level. List the column in `data.group_columns`.
+  finds the clusters before round 1 from the activations of all clients. With `"clusters-C every K"`, fedloom finds the
+  clusters again after every K rounds. The sums that the server accumulates over rounds are then adjusted to the new
+  weights.
+- With `client_weights = "groups by region"`, every level of the column `region` has the same weight. All rows of a
+  client must have the same level in this column. List the column in `data.group_columns`.
 
 ### Mixers
 
-- If a method has no personal models, the mixtures of the mixer are the personal models.
-- Personalized aggregation with `mixing_weight = 0` does not change the results by a single bit. Any other mixture
+- If a method has no personal models, the mixtures that the mixer computes serve as the personal models.
+- Personalized aggregation with `mixing_weight = 0` leaves the results unchanged to the last bit. Any other mixture
   invalidates theorems about a common problem: FLAME and FedSLR are then no longer ADMM for a sum of local problems.
 - A robust aggregator also replaces the weighted mean in each client's mixture, including the mixtures of FedACS,
   FedAMP and HeurFedAMP. If a mixture contains too few models for the robust rule, the client keeps its last model.
 - Personalized aggregation compares the directions of models. In the attack `forged-direction`, an attacker gets its
-  model into the mixture of its victim. In `sybils`, identical attackers fill the quantile of an attention. The option
-  `copies` counts models with the same direction as one model. FedACS uses this option by default, with a cosine of at
-  least 0.999.
+  model into the mixture of its victim. In the attack `sybils`, all attackers send the same vector and thereby fill the
+  quantile of the attention. With the option `copies`, models with the same direction count as one model. FedACS uses
+  this option by default, for models whose cosine is at least 0.999.
 
 ### Robust aggregators
 
-- A robust aggregator uses the field that contains the model to decide which uploads to trust. If the server keeps
-  every client's last upload, the aggregator chooses among all clients seen so far. If the server accumulates changes
-  to client state (SCAFFOLD's controls, FedADMM, FIAELT), the aggregator is applied to the accumulated sum of every
-  client, and the server uses the result. fedloom checks the minimum number of uploads before the run.
-- An ADMM message is the sum of a model and a dual variable, so its coordinates vary widely even without an attacker.
-  A coordinate-wise median discards most of the dual variables. `multi-krum` averages complete messages of honest
-  clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT, FLAME and
-  FedADMM reach 44, 45 and 42 % with `median`, and 85, 75 and 83 % with `multi-krum`. Use `median` and `trimmed-mean`
-  for uploads that are models or changes of models.
+- A robust aggregator uses the field that contains the model to decide which uploads to trust. If the server keeps every
+  client's last upload, the aggregator chooses among all clients seen so far. If the server accumulates changes to
+  client state (SCAFFOLD's controls, FedADMM, FIAELT), the aggregator is applied to the accumulated sum of each client,
+  and the server uses the result. fedloom checks the minimum number of uploads before the run.
+- An ADMM message is the sum of a model and a dual variable, so its coordinates vary widely even without an attacker. A
+  coordinate-wise median discards most of the dual variables. `multi-krum` averages complete messages from honest
+  clients. On digits, with 5 of 20 clients that flip signs and one seed, the global models of FIAELT, FLAME and FedADMM
+  reach 44, 45 and 42 %, respectively, with `median`, and 85, 75 and 83 % with `multi-krum`. Use `median` and
+  `trimmed-mean` for uploads that are models or model changes.
 
 ### Attacks
 
-- An attacker forges a model, and the method encodes this model like an honest model. A forged model then changes
-  every method as much as FedAvg, unless the server update in the paper scales the change: equitable-fl, fedas,
-  feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and FedNova if clients take different numbers of
-  steps. The method pages list the factors. In ADMM methods with one message u_i, the attacker forges u_i, as FLAME's
-  paper states. Clients of analytic-fl, fed3r and fedhip send statistics, and the attacker forges the statistics.
-  `local` has no uploads, so the attack has no effect, and its results leave out the attackers.
-- The attack `forged-activations` can win its own cluster in `client_weights` and in the aggregation weights
-  `equitable`. If C is fixed, k attackers control up to k/C of the model, and the honest groups share fewer clusters.
-  If fedloom chooses C, a single client cannot form a cluster, but two similar clients can. A robust aggregator with
-  equal client weights, such as a median, uses no clusters. Without clusters, fedloom rejects this attack.
+- An attacker forges a model, and the method encodes this model in the same way as an honest model. A forged model then
+  changes every method as much as it changes FedAvg, unless the server update in the paper scales the change. The update
+  scales the change in equitable-fl, fedas, feddyn, fedopt, fedproto, fedslr, fedspa, fiaelt, ifca and q-ffl, and in
+  FedNova if clients take different numbers of steps. The method pages list the factors. In ADMM methods with one
+  message u_i, the attacker forges u_i, as the FLAME paper states. In analytic-fl, fed3r and fedhip, clients send
+  statistics, so the attacker forges these statistics. `local` has no uploads, so the attack has no effect, and its
+  results exclude the attackers.
+- With the attack `forged-activations`, attackers can obtain their own cluster in `client_weights` and in the
+  aggregation weights `equitable`. If C is fixed, k attackers control up to k/C of the model, and the honest groups
+  share fewer clusters. If fedloom chooses C, a single client cannot form a cluster, but two similar clients can. A
+  robust aggregator with equal client weights, such as a median, does not use clusters. Without clusters, fedloom
+  rejects this attack.
 
 ### Channels and privacy
 
 - An upload transform is always applied to the difference from the model that the client received, even if the method
   uploads something else. Compressors use error feedback.
-- Parts of the model that are not sent (personal layers) are not compressed, noised or counted.
+- Parts of the model that are not sent (personal layers) are not compressed. No noise is added to them, and they are not
+  counted as traffic.
 - If a `delta` is set, `gaussian-noise` and `private-mean` reject aggregation weights and samplers that require
-  noise-free values from clients. They also reject methods that upload a label or a count without noise: {
-    named(lambda method: exact_fields(type(method)))
-}.
+  noise-free values from clients. They also reject methods that upload labels or counts without noise ({
+    enumerated(declaring(lambda method: exact_fields(type(method))))
+}).
 
 ### Local training
 
@@ -668,15 +684,16 @@ def pairs_of_parts() -> str:
     return "\n".join(lines) + "\n"
 
 
-THEORY = """A paper may prove convergence under some conditions. The table lists the theorem, its conditions, and the
+THEORY = """A paper may prove convergence under certain conditions. The table lists the theorem, its conditions, and the
 plug-ins that invalidate it. A run with such a plug-in works, but the theorem does not apply. The method pages contain
-the same facts. Papers of other methods may contain theorems that are not listed here.
+the same information. Papers of other methods may contain theorems that are not listed here.
 
 - fedloom does not check conditions on the problem, such as convexity or the smoothness L of the local losses. A network
   with ReLU is not smooth.
 - Most methods use the run's local training as the local solver, and do not check its error.
 - *Equal shares* means `client_weights = "uniform"`, and *equal steps* means `local.steps`. By default, clients are
-  weighted by samples and train for epochs, so a default run has neither if clients differ in size.
+  weighted by samples and train for epochs. If clients differ in size, a default run therefore has neither equal shares
+  nor equal steps.
 - *A gradient step* is a step of plain SGD, without momentum, clipping or another optimizer.
 - *A uniform cohort* comes from the sampler `uniform` with a fixed size.
 - *Among others* means that the paper has further conditions.

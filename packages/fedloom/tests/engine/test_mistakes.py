@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import fedloom as fl
 from fedloom.errors import FedloomError
 
 RNG = np.random.default_rng(0)
+CALLS = count()
 X, Y = RNG.normal(size=(60, 6)).astype("float32"), np.arange(60) % 3
 FED = fl.partitions.iid(clients=3)((X, Y), seed=0)
 HOLES = np.where(X > 2, np.nan, X)
@@ -40,10 +42,10 @@ class Odd(nn.Linear):
 
 
 class Unseeded(fl.samplers.Uniform):
-    """A sampler that draws from its own generator."""
+    """A sampler that draws other clients in each call."""
 
     def apply(self, state: Any, info: Any, ctx: Any) -> Any:
-        return torch.tensor([int(RNG.integers(3))]), None
+        return torch.tensor([next(CALLS) % 3]), None
 
 
 class Restless(fl.partitions.Iid):
@@ -232,6 +234,13 @@ def test_what_works_and_is_seldom_meant_has_a_note() -> None:
 )
 def test_code_whose_result_depends_on_what_it_should_not_has_a_note(make: Callable[[], Any], words: str) -> None:
     assert words in str(make().notes)
+
+
+@pytest.mark.parametrize("odd", [lambda x: x * RNG.uniform(1, 2), lambda x: x * (1 + next(CALLS))])
+def test_a_model_that_draws_or_counts_by_itself_mixes_no_samples(odd: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    notes = str(run(model=Odd(odd)).notes)
+    assert "draws random numbers that do not depend on the seed" in notes
+    assert "other samples of its batch" not in notes
 
 
 def test_code_that_draws_from_global_generators_alone_is_seeded() -> None:

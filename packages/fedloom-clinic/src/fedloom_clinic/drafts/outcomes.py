@@ -28,11 +28,13 @@ TIME_PATTERN = re.compile(
 OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
 """Pattern of names of times that are over when a row is recorded, so that they are never times to an event."""
 FOLLOW_UP = re.compile(
-    r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration|[op]?fs|os)$",
+    r"follow.?up|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration)$|^([opedr]?fs|os)([_\W]|$)",
     re.IGNORECASE,
 )
 """Pattern of names that mean the time under observation, as opposed to other times such as the time from diagnosis to
 treatment."""
+WHOLE_NAME_PATTERN = re.compile(r"^(days|weeks|months|t?stop)$", re.IGNORECASE)
+"""Pattern of names that mean the time under observation if no other column is a time."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
 """Pattern of names of times that occur only in survival tables. If a table has only other times, a column of deaths may
 be a class to predict."""
@@ -246,7 +248,12 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
         # else the event may be a class to predict, and the time one that is over before the event is known
         clear = bare or (
             not any(plain_name(c.name) in EVENT_WORDS for c in events)
-            and (len(under) == 1 or bool(entry) or (len(events) == 1 and _lasts_longer(times[0], events[0])))
+            and (
+                len(under) == 1
+                or bool(entry)
+                or bool(WHOLE_NAME_PATTERN.search(times[0].name))
+                or (len(events) == 1 and _lasts_longer(times[0], events[0]))
+            )
         )
         if (
             len(times) == 1

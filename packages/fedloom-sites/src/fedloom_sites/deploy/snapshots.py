@@ -72,7 +72,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     source = Path(live.data[key])
     if not source.is_file() and not source.is_dir():
         raise ConfigError(f"{source} is no file and no folder. A snapshot copies what [data] of {file} names")
-    check_data_name(live.with_(snapshot=None))
+    check_data_name(live.with_(snapshot=None), remembers_answers=True)
     memory = site.memory_folder
     with lock_folder(memory):
         record = _record(memory)

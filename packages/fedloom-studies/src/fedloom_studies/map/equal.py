@@ -31,11 +31,11 @@ EQUAL_GRADIENTS_TEXT = """\
 This protocol compares FedAvg, local training, FedAvg-FT and {picked} methods that were selected in advance by a rule.
 Every run computes as many gradients as FedAvg does at equal rounds, to within 10 %. The number of rounds follows from
 this budget, which includes work before the first round and after the last round.{dearer} The search for settings is
-repeated with the same trials, seeds and data. If a method already computes as many gradients as FedAvg at equal
-rounds, its runs are reused or repeated, and its change is not tested. The table is based on {cells}: {reused} reused
-and {repeated} repeated. The columns *lower* and *higher* list the methods whose mean differs significantly from their
-mean at equal rounds (paired t tests over seeds, with Holm's correction over the methods of a federation whose work
-differs)."""
+repeated with the same trials, seeds and data. If a method already computes as many gradients as FedAvg at equal rounds,
+its runs are reused or repeated, and the change in its mean is not tested. The table is based on {cells}. Of these,
+{reused} were reused and {repeated} were repeated. The columns *lower* and *higher* list the methods whose mean differs
+significantly from their mean at equal rounds (paired t tests over seeds, with Holm's correction over the methods of a
+federation whose work differs)."""
 
 
 class BothProtocols(NamedTuple):
@@ -115,7 +115,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     yield EQUAL_GRADIENTS_TEXT.format(
         picked=len(methods) - 3, cells=share_of_cells(len(records), len(methods) * len(comparisons)),
         reused=sum(record.status == REUSED_STATUS for record in records), dearer=_dearer(comparisons),
-        repeated=sum(len(c.repeated) for c in comparisons) or "no result",
+        repeated=sum(len(c.repeated) for c in comparisons) or "none",
     )  # fmt: skip
     begun = [c for c in comparisons if c.gradients.reference]
     if begun:
@@ -150,7 +150,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
         fedavg = c.gradients.find(REFERENCE_METHODS[1])
         times = {s.method: s.figures["gradients"].mean / fedavg.figures["gradients"].mean
                  for s in c.gradients.standings if fedavg}  # fmt: skip
-        methods = [f"{name} ({significant(share, 2)} times)" for name, share in times.items() if share > 1.1]
+        methods = [f"{name} (by a factor of {significant(share, 2)})" for name, share in times.items() if share > 1.1]
         if methods:
             named.append(f"{enumerated(methods)} in *{c.rounds.setup.title}*")
     return f" A run lasts at least one round, so some methods exceed the budget: {enumerated(named)}." if named else ""

@@ -24,6 +24,7 @@ from fedloom_studies.map.statements import (
     MAP_FOLDER,
     WANTED_POINTS,
     advice,
+    enumerated,
     finding,
     join_with_commas,
     sentences,
@@ -59,9 +60,9 @@ PERCENT_COLUMNS = {
 """Titles of the columns of a setup's page that are shown as percentages, keyed by value."""
 MAP_TEXT = """# Benchmark map
 
-Which method suits which clients? This page compares every method of fedloom in {count} federations ({cells}). A
-federation is a data set, its split into clients, and a model. `fedloom map --page docs/map.md` generates the page from
-the records in `studies/results`. Only the section on corrections is written by hand.
+Which method suits which clients? This page compares every fedloom method in {count} federations ({cells}). A
+federation consists of a data set, its split into clients, and a model. `fedloom map --page docs/map.md` generates the
+page from the records in `studies/results`. Only the section on corrections is written by hand.
 
 The **baseline** of a federation is the better of local training and FedAvg. If no method beats the baseline, the
 baseline is enough.
@@ -80,33 +81,33 @@ inconclusive. The other signs are {signs}.
 ## How it is measured
 
 - **Equal search.** Every method gets {trials} trials in its [search space](tuning.md). Each trial trains for all
-  rounds, with separate seeds, and is scored on validation data. The best settings then run with {seeds} new seeds.
+  rounds, with separate seeds, and is scored on validation data. The best settings are then run with {seeds} new seeds.
   The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
   method gets a smaller number of trials. With only one trial, every method runs with its defaults, and the federation
-  is left out of the mean ranks.
+  is excluded from the mean ranks.
 
-- **Equal rounds.** All methods train for the same number of rounds. The page of a federation also shows each method's
-  result after as many gradients as FedAvg computes.
+- **Equal rounds.** All methods train for the same number of rounds. The page for each federation also shows the
+  result of each method after it has computed as many gradients as FedAvg.
 
 - **One model per method.** Some methods train both a global model and personal models. For these methods, each client
   uses the model that is better on its validation data. The tables call this choice *hybrid*.
 
 - **Significance tests.** A moderated t test over seeds compares every method with the baseline. Holm's correction
-  covers all methods of a federation. The interval of a gain comes from this test: the interval excludes 0 exactly if
-  the verdict is *better* or *worse*. All other verdicts are *inconclusive*. The interval of a *mean* is the plain 95
-  % interval over seeds. With fewer than {enough} seeds, no method is tested. The guide to tuning explains [the choice
-  of the test](tuning.md#statistical-tests).
+  covers all methods of a federation. The interval of a gain comes from this test: it excludes 0 if and only if the
+  verdict is *better* or *worse*. All other verdicts are *inconclusive*. The interval of a *mean* is the plain 95
+  % interval over seeds. With fewer than {enough} seeds, no method is tested. The tuning guide explains [the choice of
+  the test](tuning.md#statistical-tests).
 
 - **Scope of a verdict.** A new seed changes the split, the sampled clients and the initial models, but the samples
   stay the same. A verdict therefore applies only to these samples and not to new samples.
 
-- **Power.** All gains in a federation are assumed to have the same standard deviation over seeds. From this standard
-  deviation, the page computes how many seeds are needed to detect a gain of {wanted} points with a probability of
+- **Power.** All gains in a federation are assumed to have the same standard deviation over seeds. This standard
+  deviation determines how many seeds are needed to detect a gain of {wanted} points with a probability of
   {power}, at the first step of Holm's correction. The computation does not use the observed gains. If fewer seeds
   were run, the page does not recommend the baseline.
 
-- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the new seeds
-  agree, and *not confirmed* if they disagree.
+- **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs with new
+  seeds have the same verdict, and *not confirmed* if they do not.
 
 - **Words for missing results.** *Not applicable*: the method cannot run in this federation. *Stale*: the record comes
   from a different version of the method or of the protocol.
@@ -195,8 +196,8 @@ def _overview(
             folder=MAP_FOLDER,
         finding=finding(verdicts), attacked=advise_rule(ruled),
         advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
-        signs=", ".join(f"{sign}: {state}" for state, sign in STATUS_SIGNS.items()),
-        parts=", ".join(f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()),
+        signs=enumerated([f"{sign} ({state})" for state, sign in STATUS_SIGNS.items()]),
+        parts=enumerated([f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()]),
     )  # fmt: skip
     lines = [head, "", "## Federation by federation", ""]
     for j in verdicts:
@@ -214,9 +215,9 @@ def _overview(
     )
     alike = "differ" if together.p < FAMILY_ERROR_LEVEL else "do not differ significantly"
     lines += [
-        f"{len(counted)} methods have a result in each of {len(together.setups)} tuned federations. Their mean ranks "
+        f"{len(counted)} methods have results in all {len(together.setups)} federations with tuning. Their mean ranks "
         f"{alike} (Friedman's test, p = {significant(together.p, 2)}).{pooled} "
-        f"The federations are {join_with_commas(together.setups)}. A bar joins methods that Nemenyi's test does not "
+        f"The federations are {enumerated(together.setups)}. A bar connects methods that Nemenyi's test does not "
         "distinguish.",
         "",
         f"![mean ranks]({MAP_FOLDER}/ranks.svg)",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from fedloom.formats import fixed, pair, percent, significant
 from fedloom.lab.report import Estimate, TestedDifference, differences, pair_verdict
+from fedloom.metrics import metric
 from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, SetupVerdict, Standing
 from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
@@ -132,7 +133,7 @@ def sentences(j: SetupVerdict) -> list[str]:
     assert fedavg is not None
     gain = fedavg.gain or -(local.gain or NO_DIFFERENCE)
     first = (
-        f"The clients' mean {local.record.metric} is {write_percent(fedavg.figures['mean'])} % with FedAvg and "
+        f"The clients' mean {_name_metric(local)} is {write_percent(fedavg.figures['mean'])} % with FedAvg and "
         f"{write_percent(local.figures['mean'])} % with local training. FedAvg helps "
         f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. The mean difference from local training is "
         f"{signed(gain)} points ({pair_verdict(gain, higher=True)})."
@@ -143,8 +144,8 @@ def sentences(j: SetupVerdict) -> list[str]:
     named = f" The {lead} {list_names(_gain(s) for s in won)}." if won else ""
     rest = len(rivals) - len(won) - len(lost)
     second = (
-        f"Of the {len(rivals)} other methods, {_count(len(won))} better than the baseline, {_count(len(lost))} worse, "
-        f"and {_count(rest)} inconclusive.{named}"
+        f"Of the {len(rivals)} other methods, {_count(len(won))} better than the baseline, and {_count(len(lost))} "
+        f"worse. The verdict is inconclusive for {rest or 'no method'}.{named}"
     )
     top = j.rivals[0]
     third = (
@@ -152,6 +153,11 @@ def sentences(j: SetupVerdict) -> list[str]:
         f"{_pooled(j.find(POOLED_METHOD))}"
     )
     return [first, second, third, *_power(j)]
+
+
+def _name_metric(standing: Standing) -> str:
+    title = metric(standing.record.metric).title
+    return title if title.isupper() else title.lower()
 
 
 def _power(j: SetupVerdict) -> Iterator[str]:
@@ -177,7 +183,7 @@ def _pooled(standing: Standing | None) -> str:
 
 
 def _count(methods: int) -> str:
-    return f"{methods or 'no method'} {'is' if methods < 2 else 'are'}"
+    return f"{methods or 'none'} {'is' if methods < 2 else 'are'}"
 
 
 def join_with_commas(values: Iterable[object]) -> str:
@@ -193,7 +199,7 @@ def enumerated(items: Sequence[str]) -> str:
 
 def _gain(s: Standing) -> str:
     twice = {True: ", seen twice", False: ", not confirmed", None: ""}[s.confirmed]
-    return f"{s.method} {signed(s.gain or NO_DIFFERENCE)}{twice}"
+    return f"{s.method} ({signed(s.gain or NO_DIFFERENCE)}{twice})"
 
 
 def list_names(names: Iterable[str], most: int = 5) -> str:

@@ -17,7 +17,7 @@ from fedloom.formats import fixed
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import TableCell, cells
 from fedloom_studies.reproduce.figures import unit
-from fedloom_studies.reproduce.marks import count_claims
+from fedloom_studies.reproduce.marks import count_claims, join_counts
 from fedloom_studies.reproduce.page import earlier, interval, last, plot, recipe_page, state
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 from fedloom_studies.reproduce.recipe import Recipe
@@ -35,11 +35,11 @@ LOOPS_TABLE = "q-FFL against AFL, UCI adult"
 Figures = Mapping[str, Mapping[str, float]]
 OTHERS_TEXT = """# Tables of other programs
 
-This page reproduces published tables of other programs on public data. Each table is first repeated with the authors'
-data, split, seeds and settings, and then tested with equal tuning for every method. This page is generated
-from recorded runs.
+This page reproduces tables of results that other programs have published for public data. Each table is first
+reproduced with the authors' data, split, seeds and settings. The methods are then tested with equal tuning for every
+method. This page is generated from recorded runs.
 
-Two commands repeat the first table in about two minutes. The first command downloads four files from UCI (70 kB):
+Two commands reproduce the first table in about two minutes. The first command downloads four files from UCI (70 kB):
 
 <!-- not run: fetches files -->
 ```sh
@@ -169,7 +169,7 @@ def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     if done is None:
         return state(recipe, done)
     words = [one.words for one in judge.claims(recipe, done.numbers)]
-    counted = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
+    counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
     best = max(_means(recipe, done).items(), key=lambda item: item[1])
     top = f"Best mean: {_name_cell_row(best[0])} with {unit(recipe.paper.figure).value(best[1])}"
     return f"{top}. Of {len(words)} claims, {counted}"
@@ -234,7 +234,8 @@ def _show(recipe: Recipe, cell: TableCell) -> str:
 def _loops(loops: Figures) -> Iterator[str]:
     """Yield the lines about results of the loops of the public code."""
     parts = list(next(iter(loops.values())))
-    yield from ("**The public code's loops.** `studies/scripts/afl_adult` repeats them in numpy, with five seeds.", "")
+    yield from ("**The public code's loops.** `studies/scripts/afl_adult` reproduces these loops in numpy, with five "
+                "seeds.", "")  # fmt: skip
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
     for name, by_part in loops.items():
         yield f"| {name} | {' | '.join(fixed(100 * by_part[part], 2) for part in parts)} |"
@@ -244,9 +245,10 @@ def _loops(loops: Figures) -> Iterator[str]:
 def _exact_cox(cox: Figures) -> Iterator[str]:
     """Yield the lines about the exact Cox regression, which follow the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
-    yield from ("**Exact Cox regression.** `fedloom cox` fits the data of all patients from sums, in a few rounds, "
-                "without a learning rate. Seven pairs of the 39 columns are linearly dependent, so the fit uses a "
-                "ridge penalty. Cross-validation on the training patients chooses its strength.", "")  # fmt: skip
+    yield from ("**Exact Cox regression.** `fedloom cox` fits a model to the data of all patients in a few rounds. It "
+                "uses only sums and needs no learning rate. Seven pairs of the 39 columns are linearly dependent, so "
+                "the fit uses a ridge penalty. The strength of the penalty is chosen by cross-validation on the "
+                "training patients.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
         yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"

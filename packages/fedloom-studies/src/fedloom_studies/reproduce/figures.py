@@ -96,7 +96,7 @@ class Unit(NamedTuple):
         return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
 
     def write_words(self, mean: float, half: float = math.nan) -> str:
-        """Render a tested difference in words: ``38.1 ± 5.4 points below`` or ``1.2 (1.1 to 1.3) times as many``."""
+        """Render a tested difference in words: ``8.1 ± 5 points less than`` or ``1.2 (1.1 to 1.3) times as many``."""
         if self.ratio:
             return f"{factor(mean, half)} {self.words[0]}"
         return f"{self._format_value(abs(mean), half)} {self.words[mean < 0]}"
@@ -114,7 +114,7 @@ class Unit(NamedTuple):
         return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if has_spread else "")
 
 
-POINTS_UNIT = Unit("%", "points", 100.0, ("points above", "points below"))
+POINTS_UNIT = Unit("%", "points", 100.0, ("points more than", "points less than"))
 GRADIENTS_UNIT = Unit("gradients", "gradients", words=("as many gradients", ""), ratio=True)
 TRAFFIC_UNIT = Unit("MB", "MB", 1e-6, ("as many bytes", ""), ratio=True)
 VARIANCE_UNIT = Unit(words=("as large", ""), ratio=True)

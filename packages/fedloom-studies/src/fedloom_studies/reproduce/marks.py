@@ -5,7 +5,7 @@ The module also states how many claims have each verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fedloom_studies.reproduce.looks import (
@@ -59,6 +59,17 @@ def count_claims(count: int, word: str) -> str:
     return f"{count} {verb if count == 1 else plural[verb]} {rest}".rstrip()
 
 
+def join_counts(phrases: Sequence[str]) -> str:
+    """Join phrases with commas, with "and" before the last one.
+
+    >>> join_counts(["5 hold", "1 is undecided"]), join_counts(["5 hold", "1 is undecided", "2 do not hold"])
+    ('5 hold and 1 is undecided', '5 hold, 1 is undecided, and 2 do not hold')
+    """
+    if len(phrases) < 3:
+        return " and ".join(phrases)
+    return f"{', '.join(phrases[:-1])}, and {phrases[-1]}"
+
+
 class ClaimCell(NamedTuple):
     """Cell of a table of claims: a verdict under one protocol, the difference behind it, and the source recipe."""
 
@@ -108,10 +119,8 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """Return sentences with the number of claims that are covered, and the number with each verdict."""
     lines = []
-    for mode, side in zip(("Published", "Fair"), zip(*cells, strict=True), strict=True):
+    for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]
-        shown = ", ".join(count_claims(words.count(word), word) for word in dict.fromkeys(words))
-        lines.append(
-            f"{mode}: {len(words)} of {len(side)} claims are covered{f'. Of these, {shown}' if shown else ''}."
-        )
+        shown = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
+        lines.append(f"{mode}, {len(words)} of {len(side)} claims are covered{f': {shown}' if shown else ''}.")
     return " ".join(lines)

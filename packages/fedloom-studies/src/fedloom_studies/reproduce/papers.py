@@ -45,10 +45,11 @@ VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
 PAPERS_TEXT = """# Paper reproductions
 
 This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
-equal size for every method. See also the [rules](#how-claims-are-judged) and [tables of other programs](others.md).
+equal size for every method. See also [how claims are judged](#how-claims-are-judged) and \
+[results of other programs](others.md).
 """
 CLOSING_TEXT = """\
-This page is generated from recorded runs. A single command repeats a table:
+This page is generated from recorded runs. One command reproduces a table:
 
 <!-- not run: takes minutes, and needs the data set -->
 ```sh
@@ -402,7 +403,7 @@ def _unaffordable(
     yield from ("## What is open", "")
     for name in large:
         need = needed.get(name)
-        time = f" (about {duration(need.minutes)} of one processor core)" if need else ""
+        time = f" (about {duration(need.minutes)})" if need else ""
         wants = f" and the data of {', '.join(need.missing)}" if need and need.missing else ""
         yield f"- This experiment needs a GPU{wants}: `fedloom reproduce {name} --scale full --device cuda`{time}."
     waiting = dict.fromkeys(

@@ -98,9 +98,7 @@ class FIAELT(Algorithm):
     iterations: int = Field(10, ge=1, description="maximum outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2; None: an epoch's steps, at least 2)")
     lr: float | None = Field(None, gt=0, description="step size (default: 1/(8 beta) for svrg, 1/beta for gd)")
-    start: Literal["own", "server"] = Field(
-        "own", description="starting point of local work: own (the client's x_i) or server (the server's y)"
-    )
+    start: Literal["own", "server"] = Field("own", description="where local work starts: own x_i, or the server's y")
 
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"

@@ -29,6 +29,8 @@ State = Any
 """State of an analysis between two questions. Each analysis has its own type of state, and a state is never
 modified."""
 MAX_QUESTION_BYTES = 2**26
+BOUND_SLACK = 1e-12
+"""Fraction of a bound by which rounding errors may exceed it, as in a sum over rows that are all at the limit."""
 _LENGTH_STRUCT = struct.Struct("<I")
 
 
@@ -142,9 +144,13 @@ class Bounds(NamedTuple):
         return cls(*(torch.cat(sides) for sides in zip(*parts, strict=True)))
 
     def project(self, answer: Tensor) -> tuple[Tensor, int]:
-        """Return an answer ``[k]`` clipped to the bounds, and the number of its values that were outside."""
+        """Return an answer ``[k]`` clipped to the bounds, and the number of its values that were outside.
+
+        A value that exceeds a bound only by rounding errors is not counted.
+        """
         inside = answer.clamp(self.low, self.high)
-        return inside, int((inside != answer).sum())
+        slack = BOUND_SLACK * torch.maximum(self.low.abs(), self.high.abs())
+        return inside, int(((inside - answer).abs() > slack).sum())
 
 
 class Info(NamedTuple):

@@ -293,12 +293,13 @@ def arrayed(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
     if any(map(is_picture, samples)):
         stack = stacked(((value, 0) for value in samples), name)
         return stack.x, stack.dtype, stack.pictures
-    are_bytes = [str(value.dtype).endswith("uint8") for value in samples if getattr(value, "ndim", 0)]
-    if len({*are_bytes}) > 1:
-        places = [are_bytes.index(kind) for kind in (True, False)]
+    dtypes = {k: str(v.dtype) for k, v in enumerate(samples) if getattr(v, "ndim", 0) and hasattr(v, "dtype")}
+    first = {dtype.endswith("uint8"): k for k, dtype in reversed(dtypes.items())}
+    if len(first) > 1:
+        places = first[True], first[False]
         raise DataError(
             f"{name}: sample {places[0]} is bytes (uint8), but sample {places[1]} is "
-            f"{samples[places[1]].dtype}. All samples must have the same type"
+            f"{dtypes[places[1]]}. All samples must have the same type"
         )
     array = plain(values, name)
     return array, array.dtype.name, False

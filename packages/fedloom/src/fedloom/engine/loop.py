@@ -9,7 +9,7 @@ import torch
 
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
-from fedloom.engine.records import Divergence
+from fedloom.engine.records import NEGLIGIBLE_STEP_UNITS, ROUNDING_UNITS, Divergence
 from fedloom.engine.round import run_round
 from fedloom.engine.state import State
 from fedloom.engine.virtual.advance import advance
@@ -87,9 +87,10 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     """Run the remaining rounds, and save the final state.
 
     If no upload was ever used, or if no loss changed, the run has trained nothing. Such a run is reported as failed, no
-    matter how many rounds it took. A failed round changes nothing, so the final result contains the state before that
-    round. If the run can be resumed after the failure, no checkpoint is written, and it resumes from the newest
-    checkpoint.
+    matter how many rounds it took. If losses change only by rounding errors, they count as unchanged, unless the step
+    size is so small that training may be the reason. Then the run has a note. A failed round changes nothing, so the
+    final result contains the state before that round. If the run can be resumed after the failure, no checkpoint is
+    written, and it resumes from the newest checkpoint.
 
     Raises:
         ClientError: the code of the method failed.
@@ -102,7 +103,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     except RunStopped as error:
         stop, detail, saves = error.reason, error.detail, not error.reason.resumable
         loop.state = loop.state.with_(notes=(*loop.state.notes, *error.events))
-    state, diverged = loop.state, None
+    state, diverged, precision = loop.state, None, torch.finfo(job.oracle.dtype).eps
     loop.divergence.read(state.records, ended=True)
     if stop in (Stop.DONE, Stop.STOPPED) and loop.divergence.round is not None:
         stop, diverged = Stop.DIVERGED, loop.divergence.round
@@ -110,9 +111,13 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     if stop in (Stop.DONE, Stop.STOPPED) and state.round and not state.trained:
         unused = f"no upload was used in any of {state.round} rounds, so nothing was trained"
         stop, detail = Stop.UNUSABLE, write_singular("; ".join(filter(None, (unused, detail))))
-    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged(job.oracle.dtype):
-        same = f"after {state.round} rounds every loss is unchanged, except for rounding errors"
-        stop, detail = Stop.UNCHANGED, write_singular("; ".join(filter(None, (same, detail))))
+    elif stop in (Stop.DONE, Stop.STOPPED) and state.round and state.records.is_unchanged(ROUNDING_UNITS * precision):
+        same = write_singular(f"after {state.round} rounds every loss is unchanged, except for rounding errors")
+        small = NEGLIGIBLE_STEP_UNITS * precision <= job.setting.local.lr < precision**0.5
+        if not small or state.records.is_unchanged():
+            stop, detail = Stop.UNCHANGED, "; ".join(filter(None, (same, detail)))
+        else:
+            state = state.with_(notes=(*state.notes, same))
     if saves:
         checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
     return End(state, stop, detail, diverged)

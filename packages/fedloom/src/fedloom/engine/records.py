@@ -20,6 +20,11 @@ from fedloom.processes.clients import Scores
 
 ROUNDING_UNITS = 8
 """Largest relative change of a loss, in units of the numbers' precision, that counts as a rounding error."""
+NEGLIGIBLE_STEP_UNITS = 1e-3
+"""Smallest step size, in units of the numbers' precision, that may change a loss.
+
+Some methods compute with a model that they do not change, and so change its last digits. From this step size up to the
+square root of the precision, training may change a loss as little. With a larger one, such a gradient is zero."""
 DIVERGENCE_FACTOR = 10.0
 """A run diverges while its mean training loss exceeds this multiple of the initial loss (or of 1, if larger).
 
@@ -113,16 +118,14 @@ class Records:
                 return r.values
         return None
 
-    def is_unchanged(self, dtype: torch.dtype) -> bool:
-        """Return True if each loss measured in several rounds is equal in all rounds, except for rounding errors.
-
-        Some methods compute with a model that they do not change, and so change its last digits.
+    def is_unchanged(self, tolerance: float = 0.0) -> bool:
+        """Return True if each loss measured in several rounds is equal in all rounds.
 
         Args:
-            dtype: type of the numbers in which the run computes.
+            tolerance: largest relative change of a loss that does not count.
         """
         first: dict[tuple[str, str, bool], Record] = {}
-        tolerance, is_repeated = ROUNDING_UNITS * torch.finfo(dtype).eps, False
+        is_repeated = False
         for r in self.items:
             if r.metric != "loss":
                 continue

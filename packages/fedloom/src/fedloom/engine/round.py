@@ -87,7 +87,7 @@ def take(
 
 def _is_finite(values: Tensor) -> bool:
     """Return True if all values are finite, reading them only once."""
-    return not values.numel() or all(math.isfinite(extreme) for extreme in values.aminmax())
+    return not values.numel() or all(math.isfinite(extreme) for extreme in values.detach().aminmax())
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:

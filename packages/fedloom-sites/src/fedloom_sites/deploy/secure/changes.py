@@ -55,7 +55,8 @@ class Changes(NamedTuple):
 
     Attributes:
         record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), the number of
-            `changes` keyed by site, and the `states` of the latest sum of uploads. Empty before the first sum.
+            `changes` keyed by site, the `states` of the latest sum of uploads, and the sites that answered the latest
+            sum from another state than most (`moved`). Empty before the first sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never changed.
     """
@@ -72,6 +73,8 @@ class Changes(NamedTuple):
     def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
         """Return the sites whose presence, weight or state differs between a new sum and the latest sum.
 
+        A site that answers from another state than most differs from the sum before, and from the sum after.
+
         Args:
             sites: sites in the new sum.
             weights: weights of these sites.
@@ -83,7 +86,8 @@ class Changes(NamedTuple):
         for what, now in weights.items():
             before = self.record["weights"].get(what)
             changed |= set() if before is None else reweighted(before, now)
-        return changed | (self._find_moved_sites(states) & {*sites})
+        moved = self._find_moved_sites(states) | {*self.record.get("moved", ())}
+        return changed | (moved & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
         """Return those of the given sites that may not leave or return again."""
@@ -130,6 +134,7 @@ class Changes(NamedTuple):
                 **(LOST_RECORD if self.record.get("lost") else {}),
                 **(kept if states.trained is None else {"states": trained}),
                 "sites": sorted(sites),
+                "moved": sorted(self._find_moved_sites(states)),
                 "weights": {
                     **self.record.get("weights", {}),
                     **{what: {c: [*values] for c, values in one.items()} for what, one in weights.items()},

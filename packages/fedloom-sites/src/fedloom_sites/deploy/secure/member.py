@@ -106,7 +106,7 @@ class SessionMember:
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         agreed = site.secure
         self._opened = OpenedSums(
-            folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.site
+            folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.client
         )
 
     def keys(self, round: int, nonce: bytes) -> bytes:

@@ -50,14 +50,15 @@ class OpenedSums:
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
         changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
         steady: minimum number of sites in a sum that have never changed (see `Changes`).
-        own: name of this site.
+        own: number of this site. None if the site may have another name in every experiment.
     """
 
     def __init__(
         self, folder: Path, memory: Path | None = None, names: Sequence[str] = (), changes: int = MAX_CHANGES,
-        steady: int = 0, own: str = "",
+        steady: int = 0, own: int | None = None,
     ) -> None:  # fmt: skip
-        self._folder, self._names, self._limit, self._steady, self._own = folder, names, changes, steady, own
+        self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
+        self._own = "" if own is None else self._name(f"{own}")  # by which the other sites count its changes
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:

@@ -66,18 +66,23 @@ def check_approved(site: Site) -> None:
         )
 
 
-def check_data_name(site: Site) -> None:
-    """Raise an error if an agreement renames data whose sums or privacy budgets the site remembers.
+def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
+    """Raise an error if an agreement renames data whose sums, budgets or answers the site remembers.
 
     The first agreement that uses a source determines its name. If the site has memories of data without a source (of an
     earlier version of fedloom, or because the list of names was lost), a new source takes one of their names.
+
+    Args:
+        site: settings of the site.
+        remembers_answers: True to check the name without secure aggregation and epsilon as well, because the site
+            compares analyses or snapshots with earlier ones of the same name.
 
     Raises:
         ConfigError: the source is registered under a different name at this site, a new name could bypass the record of
             the samples that were used before, or the list of names is damaged.
     """
-    if (site.secure is None and site.epsilon is None) or site.snapshot is not None:  # `declare` has checked its source
-        return
+    if site.snapshot is not None or not (remembers_answers or site.secure is not None or site.epsilon is not None):
+        return  # `declare` has checked the source of a snapshot
     folder, place = site.memory or site.state, str(site.data.get("path", site.data["source"]))
     source = hashlib.sha256(str(Path(place).resolve() if Path(place).exists() else place).encode()).hexdigest()
     with lock_folder(folder):

@@ -195,9 +195,9 @@ class Client:
             raise Refused(f"site {site.site} answers no message of the kind {kind}, because the agreement has {agreed}")
         if kind != "hello":
             check_approved(site)
-            if not self._has_named_data:
+            if not self._has_named_data or kind == "analysis":
                 try:
-                    check_data_name(site)
+                    check_data_name(site, remembers_answers=kind == "analysis")
                 except Refused as error:  # which names data of other agreements
                     self.trainer.log_privately(sentence_of(error))
                     raise Refused(

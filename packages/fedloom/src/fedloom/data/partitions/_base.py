@@ -32,7 +32,7 @@ from fedloom.values import Value
 
 UNSEEDED_NOTE = (
     "partition {} draws differently in two calls with the same seed. Equal runs differ. Draw from a generator that "
-    "depends only on the argument seed, such as numpy.random.default_rng(seed)"
+    "depends only on the argument seed"
 )
 
 
@@ -197,15 +197,20 @@ class Partition(Value):
             ValueError: the user's code returned invalid values.
         """
         draws = list[Draw]()
-        for _ in range(1 if type(self).__module__.startswith("fedloom.") else 2):
+        for _ in range(1 if self._is_built_in else 2):
             with as_global(generator(seed, purpose="user code"), torch.device("cpu")):
                 draw = self.draw(pool, seed)
             if not isinstance(draw, Draw):
                 raise ValueError(f"draw must return fl.partitions.Draw, got {type(draw).__name__}")
-            check_draw(draw, len(pool.data), len(pool.data.classes))
+            if not self._is_built_in:
+                check_draw(draw, len(pool.data), len(pool.data.classes))
             draws.append(draw)
         first, last = draws[0].dealt, draws[-1].dealt
         return draws[0], any(not np.array_equal(getattr(first, n), getattr(last, n)) for n in ("index", "offsets"))
+
+    @property
+    def _is_built_in(self) -> bool:
+        return type(self).__module__.startswith("fedloom.")
 
     def pool_of(self, data: Dataset) -> Pool:
         """Return the samples that can be assigned, with one row per subject.
@@ -278,7 +283,7 @@ class Partition(Value):
         if draw.test is None and not marked:
             return []
         who = "the partition defines the test parts itself" if draw.test is not None else "the data mark test rows"
-        return [f"{self.kind}: test = {self.test:g} has no effect, because the {who}"]
+        return [f"{self.kind}: test = {self.test:g} has no effect, because {who}"]
 
     def _check(self, draw: Draw, held: Dealt, data: Dataset) -> None:
         n = len(draw.dealt.offsets) - 1
@@ -316,8 +321,11 @@ class Partition(Value):
             )
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
-            if draw.test is not None:
-                cure = "assign every sample to one client, and to one part. A test set for all clients is Draw.common"
+            if draw.test is not None or not (self._is_built_in or "overlap" in type(self).model_fields):
+                cure = (
+                    "assign every sample to one client, and to one part, and only once. "
+                    "A test set for all clients is Draw.common"
+                )
             raise Refused(
                 f"{self.kind}: if clients share a sample, this partition would need two versions of the sample; {cure}"
             )
@@ -397,8 +405,16 @@ def _notes(
                 "test_from = 'own' or 'ratio', or a larger max_train_per_client"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
-    shared = len(held) - distinct(held, samples)
-    if shared:
+    repeated = len(held) - distinct(held, samples)
+    copies = 0
+    if repeated:
+        copies = len(held) - len(np.unique(np.concatenate([owners(d) * samples + d.index for d in cut.values()])))
+    if copies:
+        notes.append(
+            f"clients have samples several times: {copies} of {len(held)} places are taken by copies of a sample that "
+            "the same client already has. If this is not intended, assign every sample only once"
+        )
+    if shared := repeated - copies:
         notes.append(
             f"clients share samples: {shared} of {len(held)} places are taken by samples that another "
             "place also contains"

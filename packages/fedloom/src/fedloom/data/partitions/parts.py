@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partitions.deal import Dealt, Floats, Ints, offsets_of, owners, sort_by_key
+from fedloom.data.partitions.deal import Dealt, Floats, Ints, distinct, offsets_of, owners, sort_by_key
 from fedloom.data.subjects.cut import Quota, parts_by_subject, wanted
 from fedloom.data.subjects.design import Design
 
@@ -19,7 +19,7 @@ def cut_parts(
 
     At least one sample is used for training. If there are at least 2 samples, at least one is used for test, and if
     there are at least 3, at least one for validation. Fractions of samples are rounded. One sample of each of the
-    client's classes stays in the training part.
+    client's classes stays in the training part. If a client has a sample several times, all copies are in one part.
 
     Args:
         dealt: samples of each client.
@@ -34,6 +34,8 @@ def cut_parts(
         code = parts_by_subject(design, dealt.index, owner, len(sizes), y, quota, rng)
     else:
         code = _codes(dealt, owner, sizes, y, quota, rng.random(len(owner)))
+    if len(code) and distinct(dealt.index, int(dealt.index.max()) + 1) < len(code):
+        code = _join_copies(code, owner, dealt.index, quota.keep is not None)
     return {
         part: Dealt(dealt.index[code == k], offsets_of(np.bincount(owner[code == k], minlength=len(sizes))))
         for k, part in enumerate(("train", "validation", "test"))
@@ -60,6 +62,18 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
     if quota.keep is not None:
         code[rest[(place < 0) & (rank >= quota.keep)]] = 3
     return code
+
+
+def _join_copies(code: Ints, owner: Ints, index: Ints, is_capped: bool) -> Ints:
+    """Return codes that put all copies of a client's sample in the first of their parts.
+
+    If training parts are capped, copies that would move to the training part are left out (code 3).
+    """
+    _, sample = np.unique(owner * (int(index.max()) + 1) + index, return_inverse=True)
+    first = np.full(len(index), 3)
+    np.minimum.at(first, sample, code)
+    left_out = (code == 3) | (is_capped & (first[sample] == 0) & (code > 0))
+    return np.where(left_out, 3, first[sample])
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
@@ -104,7 +118,12 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
     n = len(draw.dealt.offsets) - 1
     if draw.common is not None:
         _check_positions("common", draw.common, samples)
-        _check_distinct("common", draw.common, np.zeros_like(draw.common), samples)
+        values, counts = np.unique(draw.common, return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(
+                f"common has {int((counts > 1).sum())} samples twice (first: sample {values[counts > 1][0]}). "
+                "List every sample once"
+            )
         if len(both := np.intersect1d(draw.dealt.index, draw.common)):
             raise ValueError(
                 f"{len(both)} samples of common also belong to a client (first: sample {both[0]}). "
@@ -140,18 +159,17 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
         raise ValueError(
             f"test has {tested} clients, but dealt has {n}. Provide a test part for every client, which may be empty"
         )
-    both = np.flatnonzero(np.isin(draw.test.index, draw.dealt.index))
-    if len(both):
-        sample = int(draw.test.index[both[0]])
-        same = owners(draw.test)[both[0]] in owners(draw.dealt)[draw.dealt.index == sample]
+    trains, tests = (owners(lists) * samples + lists.index for lists in (draw.dealt, draw.test))
+    if len(both := np.intersect1d(trains, tests)):
+        client, sample = divmod(int(both[0]), samples)
         raise ValueError(
-            f"{len(both)} test samples are also training samples of {'the same' if same else 'another'} client "
-            f"(first: sample {sample} of client {owners(draw.test)[both[0]]}). Leave these samples out of dealt"
+            f"{len(both)} test samples are also training samples of the same client "
+            f"(first: sample {sample} of client {client}). Leave these samples out of dealt"
         )
 
 
 def _check_lists(name: str, lists: Any, samples: int) -> None:
-    """Raise if the samples of the clients are not valid positions, or if a client has a sample twice."""
+    """Raise if the samples of the clients are not valid positions."""
     if not isinstance(lists, Dealt):
         raise ValueError(f"{name} must be fl.partitions.Dealt(index, offsets), got {_describe_type(lists)}")
     index, offsets = lists
@@ -162,7 +180,6 @@ def _check_lists(name: str, lists: Any, samples: int) -> None:
         raise ValueError(
             f"{name}: offsets [n + 1] must increase from 0 to the {len(index)} entries of index, got {offsets}"
         )
-    _check_distinct(name, index, owners(lists), samples)
 
 
 def _check_positions(name: str, index: Any, samples: int) -> None:
@@ -171,15 +188,6 @@ def _check_positions(name: str, index: Any, samples: int) -> None:
         raise ValueError(f"{name} must be a numpy array [k] of integers, got {_describe_type(index)}")
     if len(index) and (index.min() < 0 or index.max() >= samples):
         raise ValueError(f"{name} must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
-
-
-def _check_distinct(name: str, index: Ints, owner: Ints, samples: int) -> None:
-    """Raise if a client, or a common set, has a sample twice."""
-    values, counts = np.unique(owner * samples + index, return_counts=True)
-    if (counts > 1).any():
-        client, sample = divmod(int(values[counts > 1][0]), samples)
-        who = "" if name == "common" else f" at client {client}"
-        raise ValueError(f"{name} has {int((counts > 1).sum())} samples twice (first: sample {sample}{who})")
 
 
 def _holds_integers(values: Any) -> bool:

@@ -148,6 +148,11 @@ def make_dataset(
         raise DataError(
             f"{place}: users: sample {int(np.isnan(owners).argmax())} has no client. Assign every sample to a client"
         )
+    if owners is not None and owners.dtype.kind == "U" and (blank := np.char.strip(owners) == "").any():
+        raise DataError(
+            f"{place}: users: sample {int(blank.argmax())} has an empty client name ({int(blank.sum())} such samples). "
+            "Name the client of every sample, such as 'unknown'"
+        )
     levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
     with naming_file_in_errors(Path(place)):
         return Dataset(

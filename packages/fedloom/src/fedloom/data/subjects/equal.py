@@ -70,8 +70,9 @@ def digests_of(data: Dataset) -> Digests:
 
 
 def numbers_rows(column: NDArray[Any]) -> bool:
-    """Return True if a column has a different integer in every row, which cannot tell copies of a sample apart."""
-    return bool((column == np.floor(column)).all()) and len(np.unique(column)) == len(column)
+    """Return True if a column has consecutive integers in any order, which cannot tell copies of a sample apart."""
+    whole = len(column) > 0 and bool((column == np.floor(column)).all()) and len(np.unique(column)) == len(column)
+    return whole and float(column.max()) - float(column.min()) == len(column) - 1
 
 
 def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.uint64]:

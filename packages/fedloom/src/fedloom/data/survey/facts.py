@@ -53,8 +53,8 @@ MIN_CODE_DISTANCE = 3
 MAX_ANSWER_CODES = 7
 """Maximum number of regular answers to a question for which 9, 99 or -1 may mean no answer."""
 ID_NAME_PATTERN = re.compile(
-    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|num|numero|numéro|row|rownames|rownum|obs|observation|"
-    r"record|seq|sequence|serial|counter|line|zeile|ligne|fila|linha|riga)([_\W]|$)|"
+    r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|"
+    r"(^|[_\W])(num|numero|numéro|record|seq|sequence|serial|counter|line|zeile|ligne|fila|linha|riga)$|"
     r"^(rn|pk|sn|s\.?no\.?|column1|spalte1|v1|#|№|n[°º]|序号|编号|番号|번호)$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )

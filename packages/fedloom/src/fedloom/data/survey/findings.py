@@ -52,6 +52,8 @@ NEAR_COPIES_NOTE = (
     "out, or name the column of the patient or person of a row in subject"
 )
 """Text of the note on near-duplicates."""
+ROW_NAMES = ("numbers the rows", "names the rows")
+"""Reasons to leave out a column that identifies rows. All other reasons say what a column contains."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
 """Number up to which all integers are exact in double precision."""
@@ -68,7 +70,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
     """
     if not column.names:
         if row_number(name, column.values):
-            return "numbers the rows"
+            return ROW_NAMES[0]
         whole = column.values[~np.isnan(column.values)]
         if len(whole) < MAX_FEW_LEVELS or not (whole == np.floor(whole)).all() or whole.max() < 1e3:
             return ""  # no number by which a person is reached
@@ -83,7 +85,7 @@ def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
     if not present:
         return ""
     if NAMELESS_PATTERN.fullmatch(name) and len(counts) == rows >= MAX_FEW_LEVELS:
-        return "names the rows"
+        return ROW_NAMES[1]
     return personal(name, counts, present)
 
 
@@ -218,7 +220,7 @@ def _copies(columns: Mapping[str, ReadColumn]) -> Iterator[str]:
     """Yield a note on rows that are identical in all columns, if there are more than expected by chance."""
     count = len(next(iter(columns.values())).values)
     digest = np.zeros(count, np.uint64)
-    columns = {name: column for name, column in columns.items() if not numbers_rows(column.values)}
+    columns = {n: c for n, c in columns.items() if not (numbers_rows(c.values) or row_number(n, c.values))}
     for column in columns.values():
         bits = (np.where(np.isnan(column.values), np.inf, column.values) + 0.0).view(np.uint64)
         digest = (digest ^ bits) * np.uint64(0x9E3779B97F4A7C15)

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 
-from fedloom.data.tables import is_number
+from fedloom.data.tables import is_number, number_of
 
 MIN_PATTERN_CELLS = 10
 """Minimum number of cells for checking a pattern. With fewer cells, most of them could be distinct by chance."""
@@ -46,8 +46,8 @@ POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person
 """Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
     "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
-    "mobilenumber cellphone handy handynummer fax whatsapp puhelin contact contactnumber kontakt kontaktnummer "
-    "rufnummer contacto contatto celular cellulare телефон 电话 電話",
+    "mobilenumber cellphone handy handynummer fax whatsapp puhelin contact contactnumber contactno "
+    "contactnr kontakt kontaktnummer rufnummer contacto contatto celular cellulare телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
     "indirizzo endereco calle rue adress adresa адрес 地址 住所",
@@ -64,6 +64,10 @@ CONTACT_WORDS = {
     "身份证",
 }
 """Words in the names of columns with contact details or identifiers of people, keyed by kind."""
+LAST_CONTACT_WORDS = words("contact kontakt contacto contatto sin nir zip")
+"""Words in `CONTACT_WORDS` that have another meaning unless they are the last word in a name."""
+MIN_CONTACT_NUMBER = 10**6
+"""Smallest maximum of integers that may be phone or insurance numbers. Smaller integers are measurements or counts."""
 IDENTITY_KINDS = frozenset({"insurance or identity numbers", "phone or identity numbers"})
 """Results of `personal` for numbers that identify a person, so that rows with the same number belong to one person."""
 WEB_PATTERN = re.compile(r"(https?://|www\.)\S+|(\d{1,3}\.){3}\d{1,3}", re.IGNORECASE)
@@ -95,15 +99,20 @@ GIVEN_NAMES = words(
 """Common given names, in lower case. Only a fraction of a column's cells must contain one (`MIN_GIVEN_NAME_SHARE`)."""
 TITLE_PATTERN = re.compile(
     r"(?i:dra?|prof|mrs?|ms|miss|herr|frau|mme|mlle|sra?|srta|dott(\.?ssa)?|pani?|hr|fr)\b\.?,?\s*"
-    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*|[^\W\d_a-z][^\d,]*,\s*(M\.?D|R\.?N|D\.?O|Ph\.?D|N\.?P)\.?"
+    r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*|[^\W\d_a-z][^\d,]*,\s*(M\.D|R\.N|D\.O|Ph\.?D|N\.P)\.?"
 )
 """Pattern of a person's name with a title."""
+DEGREE_PATTERN = re.compile(r"[^\W\d_a-z][^\d,]*,\s*(MD|RN|DO|NP)\.?")
+"""Pattern of a person's name with a degree that may also be a state, as in ``Baltimore, MD``."""
 LONE_NAME_COLUMNS = words(
     "first last given family nom 氏 名 姓 mother father parent spouse partner guardian doctor physician nurse surgeon "
     "consultant attending referrer prescriber therapist midwife gp arzt hausarzt zuweiser chirurg medico medecin "
-    "infirmier enfermera mutter vater врач 医生 医師"
+    "infirmier enfermera traitant mutter vater врач 医生 医師"
 )
-"""Names of columns that hold people's names, provided that every cell consists of capitalized words."""
+"""Last words in the names of columns that hold people's names, provided that every cell consists of capitalized
+words."""
+UNSURE_KIND = "names of people, or other names"
+"""Result of `personal` for texts that may also name other things, such as drugs."""
 LONE_NAME_PATTERN = re.compile(r"([^\W\d_a-z]([^\W\d_]|[.'\u2019\-])+[ ,]*){1,4}")
 STREET_WORD_PATTERN = re.compile(
     r"(stra(ß|ss)e|str\.|weg|platz|gasse|allee|ring|laan|straat|gatan)\b|\b(street|st|road|rd|avenue|ave|lane|drive|way|"
@@ -165,7 +174,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
     texts = [_letters(cell.strip()) for cell, _ in zip(cells, range(MAX_PATTERN_CELLS), strict=False)]
     if not texts:
         return ""
-    plain, parts = plain_name(name), name_words(name)
+    plain, parts, ends = plain_name(name), name_words(name), _last_words(name)
     different, text = len(cells) / rows, sum(not is_number(t) for t in texts) >= MIN_PATTERN_SHARE * len(texts)
     if text and (any(plain.endswith(end) for end in NAME_COLUMNS if len(end) > 3 or not end.isascii())
                  or parts & NAME_COLUMNS):  # fmt: skip
@@ -174,13 +183,15 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return ""
     if _share(EMAIL_PATTERN, texts) >= MIN_PATTERN_SHARE:
         return "email addresses"
-    lone = bool(parts & LONE_NAME_COLUMNS) or plain in POSSIBLE_NAME_WORDS
-    if text and len(texts) >= (MIN_NAMES if lone else MIN_PATTERN_CELLS) and (kind := _find_names(texts)):
+    lone = bool(ends & LONE_NAME_COLUMNS) or plain in ("patient", "person")
+    few = lone or plain in POSSIBLE_NAME_WORDS
+    if text and len(texts) >= (MIN_NAMES if few else MIN_PATTERN_CELLS) and (kind := _find_names(texts, lone)):
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
     many = mostly or len(cells) >= (MIN_PATTERN_CELLS if lone else MIN_REPEATED_CELLS)
     for what, listed in CONTACT_WORDS.items():
-        if many and parts & {*listed.split()} and _reaches(what, texts, text):
+        meant = ends if what == "postal codes" and not text else ends | (parts - LAST_CONTACT_WORDS)
+        if many and meant & {*listed.split()} and _reaches(what, texts, text):
             return what
     if many and text:
         if _share(WEB_PATTERN, texts) >= MIN_PATTERN_SHARE:
@@ -188,7 +199,7 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         if _share(IDENTITY_PATTERN, texts) >= MIN_PATTERN_SHARE:
             return "phone or identity numbers"
         if lone and _share(LONE_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
-            return "names of people"
+            return UNSURE_KIND
         if sum(bool(STREET_PATTERN.fullmatch(t) and STREET_WORD_PATTERN.search(t)) for t in texts) >= (
             MIN_PATTERN_SHARE * len(texts)
         ):
@@ -209,9 +220,9 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         and parts & POSSIBLE_NAME_WORDS
         and sum(any(map(str.isdigit, t)) for t in texts) < MIN_DISTINCT_SHARE * len(texts)
     ):
-        return "names of people"
+        return "names of people" if few else UNSURE_KIND
     if text and _share(FULL_NAME_PATTERN, texts) >= MIN_PATTERN_SHARE:
-        return "names of people, or other names"
+        return UNSURE_KIND
     if text and _share(STREET_PATTERN, texts) >= MIN_PATTERN_SHARE and _vary(texts):
         return "addresses or free text"
     return (
@@ -227,14 +238,33 @@ def name_words(name: str) -> frozenset[str]:
     >>> sorted(name_words("patientLastName2"))
     ['last', 'lastname', 'name', 'patient', 'patientlast', 'patientlastname']
     """
-    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    parts = [plain_name(word) for word in re.split(r"[\W\d_]+", split) if word]
+    parts = _split_name(name)
     return frozenset("".join(parts[k:end]) for k in range(len(parts)) for end in range(k + 1, k + 4)[: len(parts) - k])
 
 
-def _find_names(texts: list[str]) -> str:
-    """Return "names of people" if cells are names after a title, or if enough contain a given name, or else ""."""
-    if _share(TITLE_PATTERN, texts) >= MIN_PATTERN_SHARE:
+def _split_name(name: str) -> list[str]:
+    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return [plain_name(word) for word in re.split(r"[\W\d_]+", split) if word]
+
+
+def _last_words(name: str) -> frozenset[str]:
+    """Return the last word in the name of a column, and up to three joined last words, without a final "name"."""
+    parts = _split_name(name)
+    ends = [parts, parts[:-1]] if parts and parts[-1] in POSSIBLE_NAME_WORDS else [parts]
+    return frozenset("".join(end[-k:]) for end in ends for k in (1, 2, 3) if end)
+
+
+def _find_names(texts: list[str], lone: bool) -> str:
+    """Return "names of people" if cells are names with a title, or if enough contain a given name, or else "".
+
+    A degree that may also be a state is a title only next to a given name or in a column for people (`lone`).
+    """
+    titled = sum(
+        bool(TITLE_PATTERN.fullmatch(t))
+        or bool(DEGREE_PATTERN.fullmatch(t) and (lone or {*re.findall(r"[^\W\d_]+", t.casefold())} & GIVEN_NAMES))
+        for t in texts
+    )
+    if titled >= MIN_PATTERN_SHARE * len(texts):
         return "names of people"
     short = [{*re.findall(r"[^\W\d_]+", t.casefold())} for t in texts if len(t.split()) <= MIN_SENTENCE_WORDS]
     named = sum(bool(each & GIVEN_NAMES) for each in short)
@@ -269,6 +299,8 @@ def _reaches(what: str, texts: list[str], text: bool) -> bool:
         )
     if what == "email addresses":
         return _share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
+    if max((number_of(t) or 0 for t in texts), default=0) < MIN_CONTACT_NUMBER and all(map(is_number, texts)):
+        return False
     return sum(
         sum(c.isdigit() for c in t) >= 6 and DECIMAL_PATTERN.fullmatch(t) is None for t in texts
     ) >= MIN_PATTERN_SHARE * len(texts)

@@ -26,7 +26,7 @@ from fedloom.values import kind_of
 UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
-UNSEEDED_DRAWS = 4
+UNSEEDED_DRAWS = 2
 """Number of equal calls of a user's sampler, whose cohorts may be equal by chance."""
 
 

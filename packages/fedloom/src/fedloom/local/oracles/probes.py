@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,19 +62,20 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 def mixes_samples(module: nn.Module, fed: Federation) -> bool:
     """Return True if the outputs for a sample depend on the other samples of a batch, for example by a wrong axis.
 
-    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count.
+    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count. Each batch is tried
+    twice: if its outputs differ, the module draws or counts by itself, and nothing is known about the batch.
     """
     if batch_norm_layers(module):
         return False
     probe, x, outputs = _probe(module, fed).eval(), fed.fetch(spread_samples(fed)), list[Tensor]()
-    for pair in ([0, len(x) // 2], [0, len(x) - 1]):
+    for pair in [[0, len(x) // 2]] * 2 + [[0, len(x) - 1]] * 2:
         with as_global(generator(0, purpose="probe"), fed.device), torch.no_grad():
             try:
                 outputs.append(probe(x[pair])[0].nan_to_num())
             except Exception:  # of a user's code for these samples: the run names it if it uses them
                 return False
-    one, other = outputs
-    return not torch.allclose(one, other, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE)
+    equal = [torch.allclose(a, b, rtol=MIXED_TOLERANCE, atol=MIXED_TOLERANCE) for a, b in pairwise(outputs)]
+    return equal == [True, False, True]
 
 
 def unregistered_modules(module: nn.Module) -> list[str]:

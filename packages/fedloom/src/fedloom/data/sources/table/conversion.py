@@ -32,9 +32,9 @@ from fedloom.data.sources.table.levels import (
 from fedloom.data.sources.table.roles import TableRoles
 from fedloom.data.sources.table.targets import absence, agreed_classes, check_event, task_of_levels
 from fedloom.data.survey.facts import MOST_ALONE
-from fedloom.data.survey.findings import findings, reason_left_out, text_left_out
+from fedloom.data.survey.findings import ROW_NAMES, findings, reason_left_out, text_left_out
 from fedloom.data.survey.leaks import ReadColumn
-from fedloom.data.survey.people import IDENTITY_KINDS
+from fedloom.data.survey.people import IDENTITY_KINDS, UNSURE_KIND
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
@@ -332,9 +332,12 @@ class _Reading:
                 read = ReadColumn(whole[:, self.place[column]])
                 read = read if column in self.numeric else ReadColumn(*self.codes[column].done())
                 reason, different = reason_left_out(column, read, len(whole)), len(np.unique(read.values))
-            if reason:
+            if reason == UNSURE_KIND and column in spec.categorical:
+                notes.append(f"column {column!r} may contain {reason}. If they are people, name it in drop")
+            elif reason:
                 keep = f"include = [{json.dumps(column, ensure_ascii=False)}] keeps it"
-                notes.append(f"column {column!r} {reason}, so it is left out; {keep}")
+                what = reason if reason in ROW_NAMES else f"contains {reason}"
+                notes.append(f"column {column!r} {what}, so it is left out; {keep}")
                 if reason in IDENTITY_KINDS and spec.subject is None and different <= MOST_ALONE * len(whole):
                     notes[-1] += ". Its values repeat, so name it in subject, which keeps rows of one person together"
                 self.problems.forget(column)
