@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class VirtualTime(Value):
     """Callback that ends a run when the run's clock exceeds a limit in seconds."""
 
-    seconds: float = Field(gt=0, description="limit on simulated time, for runs with devices")
+    seconds: float = Field(gt=0, description="maximum simulated time in seconds, for runs with devices")
 
     def __call__(self, state: State) -> str | None:
         """Return the sentence that ends the run, or None to continue."""

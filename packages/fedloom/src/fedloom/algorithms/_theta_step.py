@@ -25,14 +25,14 @@ class ThetaStep(Algorithm):
     """
 
     lam: Derived = by_rule(
-        description="Moreau weight lambda (default: 4/(reach rounds), where reach is lr times the steps per round; "
-        "Table III uses 1)"
+        description="Moreau weight lambda (default: 4/(reach * rounds), where reach is lr times the steps per "
+        "round; Table III uses 1)"
     )
     eps0: float | None = Field(
         None,
         gt=0,
-        description="eps^0 of Eq. 18, the tolerance before the first round (None: take the run's epochs of SGD "
-        "instead)",
+        description="eps^0 in Eq. 18, the tolerance before the first round (None: the run's number of SGD epochs "
+        "is used instead)",
     )
     shrink: float = Field(
         0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, the factor by which the tolerance shrinks every round"
@@ -40,14 +40,21 @@ class ThetaStep(Algorithm):
     most: int = Field(1000, ge=1, description="maximum number of gradient steps to reach the tolerance")
     solver: Literal["sgd", "criterion"] = Field(
         "sgd",
-        description="solver of the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)",
+        description="solver for the theta step: the run's local SGD, or gradient descent until FIAELT's "
+        "criterion (9) is met",
     )
     r: float = Field(
-        0.005, gt=0, lt=1, description="tolerance r_i of (9): the factor by which ||theta - theta*||^2 decreases"
+        0.005,
+        gt=0,
+        lt=1,
+        description="tolerance r_i in FIAELT's criterion (9): the factor by which ||theta - theta*||^2 must decrease",
     )
-    iterations: int = Field(100, ge=1, description="maximum number of gradient steps to satisfy (9)")
+    iterations: int = Field(100, ge=1, description="maximum number of gradient steps to meet FIAELT's criterion (9)")
     smooth: float | None = Field(
-        None, gt=0, description="L of (9), the smoothness constant of every f_i; must be less than lam (None: lam/5)"
+        None,
+        gt=0,
+        description="L in FIAELT's criterion (9), the smoothness constant of every f_i; must be less than lam "
+        "(None: lam/5)",
     )
 
     needs: ClassVar[Mapping[str, str]] = {

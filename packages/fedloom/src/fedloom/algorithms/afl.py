@@ -78,12 +78,12 @@ class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
     lambda_lr: DerivedFrom0 = by_rule(
-        description="step size of lambda (default: follows from step; the q-FFL authors' code uses 0.1); 0 gives FedAvg"
+        description="step size for lambda (default: depends on step; the q-FFL authors' code uses 0.1); 0 gives FedAvg"
     )
     step: Literal["adaptive", "fixed"] | None = Field(
         None,
-        description="adaptive: lambda_lr over the norm of all losses so far; fixed: lambda_lr itself (default: "
-        "fixed if lambda_lr is set)",
+        description="adaptive: divide lambda_lr by the norm of all losses so far; fixed: use lambda_lr itself "
+        "(default: fixed if lambda_lr is set)",
     )
 
     family: ClassVar[str] = "fair"

@@ -54,8 +54,8 @@ class AnalyticFL(Algorithm):
     ridge: float = Field(
         0.0,
         ge=0,
-        description="weight of the squared norm of the head, like alpha of scikit-learn's Ridge; 0 gives AFL's "
-        "least squares",
+        description="weight of the penalty on the head's squared norm, like alpha in scikit-learn's Ridge; 0 "
+        "gives AFL's least squares",
     )
 
     needs_exact: ClassVar[str | None] = sums.SUM_IS_EXACT

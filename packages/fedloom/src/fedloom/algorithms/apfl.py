@@ -59,7 +59,7 @@ class APFL(Algorithm):
         0.5,
         ge=0,
         le=1,
-        description="weight of the local model in the mixture, at the start of the run (FedSLR's runs use 0.5)",
+        description="initial weight of the local model in the mixture (FedSLR's runs use 0.5)",
     )
     adaptive: bool = Field(False, description="learn alpha by gradient descent (the paper's adaptive alpha)")
     mix: Literal["before", "after"] = Field(

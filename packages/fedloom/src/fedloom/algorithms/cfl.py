@@ -73,10 +73,10 @@ class Up(NamedTuple):
 class CFL(Algorithm):
     """Clustered federated learning (Sattler et al. 2021)."""
 
-    ratio: float = Field(0.75, ge=0, description="eps_1/eps_2 (0.1 to 1 in the paper, 0.25 in the public code)")
-    gap: float = Field(0.1, ge=-2, le=2, description="smallest separation gap of two parts; -2 allows every split")
-    first: DerivedFrom0 = by_rule(description="number of rounds before the first split (default: a fifth of all)")
-    least: int = Field(6, ge=2, description="smallest number of members of a cluster to split (3 in the public code)")
+    ratio: float = Field(0.75, ge=0, description="threshold ratio eps_1/eps_2 (paper: 0.1 to 1; public code: 0.25)")
+    gap: float = Field(0.1, ge=-2, le=2, description="minimum separation gap between two parts; -2 allows every split")
+    first: DerivedFrom0 = by_rule(description="number of rounds before the first split (default: a fifth of the run)")
+    least: int = Field(6, ge=2, description="minimum number of members for a cluster to split (3 in the public code)")
 
     family: ClassVar[str] = "clustered"
     uses_shares: ClassVar[bool] = True

@@ -90,7 +90,7 @@ class DBE(Algorithm):
     momentum: float = Field(
         1.0, gt=0, le=1, description="mu, weight of the newest batch in the running mean of a client's representation"
     )
-    memory: bool = Field(True, description="give every client a memory (PRBM)")
+    memory: bool = Field(True, description="give every client a personalized representation bias memory (PRBM)")
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its memory and its model take their steps on one batch side by side"

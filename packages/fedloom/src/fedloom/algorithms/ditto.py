@@ -60,12 +60,12 @@ class Ditto(Algorithm):
     """Ditto (Li et al. 2021, Algorithm 1)."""
 
     lam: DerivedFrom0 = by_rule(
-        description="lambda, pull towards w (default: 2/(reach sqrt(rounds)), where reach is lr times the steps "
-        "per round; the paper tunes it over {0.1, 1, 2}, Sec. 5)"
+        description="lambda, strength of the pull towards w (default: 2/(reach * sqrt(rounds)), where reach is "
+        "lr times the steps per round; the paper tunes it over {0.1, 1, 2}, Sec. 5)"
     )
     personal_lr: float | None = Field(None, gt=0, description="step size of v (default: the local step size)")
     personal_epochs: int | None = Field(
-        None, ge=0, description="number of epochs of v per round (default: the steps of [local])"
+        None, ge=0, description="number of epochs of v per round (default: the same steps as in [local])"
     )
     batches: Literal["same", "own"] = Field(
         "same", description="batches for v: the same as for w (public code), or separate ones"

@@ -53,12 +53,12 @@ class Fed3R(Algorithm):
     ridge: float = Field(
         0.01,
         ge=0,
-        description="lambda, weight of the squared norm of the head, like alpha of scikit-learn's Ridge (0.01 in "
-        "the paper)",
+        description="lambda, weight of the penalty on the head's squared norm, like alpha in scikit-learn's "
+        "Ridge (0.01 in the paper)",
     )
     normalise: bool = Field(True, description="scale every class's weight vector to length 1")
     bias: bool = Field(
-        False, description="append a constant feature, as the released code does: its weight is the class's bias"
+        False, description="append a constant feature, whose weight is the class's bias, as in the released code"
     )
 
     needs_exact: ClassVar[str | None] = sums.SUM_IS_EXACT

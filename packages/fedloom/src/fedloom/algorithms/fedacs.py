@@ -43,20 +43,22 @@ class FedACS(Mixed):
     """FedACS (Algorithm 1)."""
 
     quantile: float = Field(
-        0.5, ge=0, le=1, description="quantile p of the threshold delta_k (Algorithm 1; the paper does not state it)"
+        0.5, ge=0, le=1, description="quantile p that sets the threshold delta_k (Algorithm 1; not stated in the paper)"
     )
     among: Among = Field(
-        "cohort", description="models in S: the round's cohort, all clients seen so far, or all clients (Eq. 4)"
+        "cohort",
+        description="clients whose models are in S: the round's cohort, all clients seen so far, or all clients "
+        "(Eq. 4)",
     )
     lam: float | None = Field(
         None,
         gt=0,
-        description="lambda of the step alpha_k = lambda beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
+        description="lambda in the step size alpha_k = lambda * beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
     )
     copies: Annotated[float, Field(gt=0, le=1)] | Literal["off"] = Field(
         0.999,
-        description="cosine at which models count as copies of one model, so that attackers with equal models "
-        "weigh as one; 'off' as in the paper",
+        description="cosine similarity at which models count as copies of one model, so that attackers with "
+        "equal models together have the weight of one; 'off' as in the paper",
     )
 
     def mixer(self, round: int) -> Attention:

@@ -68,10 +68,11 @@ class FedADMM(Algorithm):
     )
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
         "fraction",
-        description="eta; 'fraction' is |S|/n, as in the theory (the experiments use 1, and 0.5 from round 60 on)",
+        description="server step size eta; 'fraction' is |S|/n, as in the theory (the experiments use 1, and 0.5 "
+        "from round 60 on)",
     )
     start: Literal["own", "server"] = Field(
-        "server", description="starting point of local SGD: theta (public code), or the client's own w_i"
+        "server", description="starting point of local SGD: the server's theta (public code), or the client's own w_i"
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01, "server_lr": 1.0}

@@ -88,12 +88,12 @@ class _Solve(NamedTuple):
 class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
-    r0: Derived = by_rule(description="sigma/r (default: 1/inner; 0.5 and 0.05 in the MATLAB code)")
-    rho: float | None = Field(None, gt=0, description="penalty of all clients, instead of r0 r_i. Sets r_i to 1/lr")
-    iterations: int = Field(1, ge=1, description="k_0, number of dual steps per communication (5 or more in the paper)")
+    r0: Derived = by_rule(description="penalty ratio sigma/r (default: 1/inner; 0.5 and 0.05 in the MATLAB code)")
+    rho: float | None = Field(None, gt=0, description="penalty for all clients, instead of r0 * r_i. Sets r_i to 1/lr")
+    iterations: int = Field(1, ge=1, description="k_0, number of dual steps per round (5 or more in the paper)")
     inner: int = Field(5, ge=1, description="maximum number of linearized steps per dual step (3 in the MATLAB code)")
-    eps0: PositiveFloat | Literal["matlab"] = Field(1e-6, description="initial tolerance ('matlab': (n k_0)^2)")
-    shrink: float = Field(0.95, ge=0.5, lt=1, description="nu, decay of the tolerance per dual step (MATLAB code)")
+    eps0: PositiveFloat | Literal["matlab"] = Field(1e-6, description="initial tolerance ('matlab': (n * k_0)^2)")
+    shrink: float = Field(0.95, ge=0.5, lt=1, description="nu, tolerance decay factor per dual step (MATLAB code)")
 
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
 

@@ -58,10 +58,8 @@ class _Mixed(NamedTuple):
 class FedALA(Algorithm):
     """FedALA (Zhang et al. 2023, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field(
-        (), description="prefixes of the names of the adaptive parameters (empty: the last layer)"
-    )
-    eta: float = Field(1.0, ge=0, description="step size eta of the aggregation weights (1 in Sec. 5.1)")
+    head: tuple[str, ...] = Field((), description="name prefixes of the adaptive parameters (empty: the last layer)")
+    eta: float = Field(1.0, ge=0, description="step size eta for the aggregation weights (1 in Sec. 5.1)")
     share: float = Field(
         0.8,
         gt=0,
@@ -71,8 +69,8 @@ class FedALA(Algorithm):
     first: int = Field(
         10,
         ge=1,
-        description="number of passes over these data in the first round with different models (the paper passes "
-        "until convergence, Sec. 4.2)",
+        description="number of passes that learn the aggregation weights in the first round in which the models "
+        "differ (in the paper: until convergence, Sec. 4.2)",
     )
 
     family: ClassVar[str] = "personalised"

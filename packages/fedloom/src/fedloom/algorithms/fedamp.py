@@ -51,8 +51,8 @@ class FedAMP(Mixed):
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction between models")
     alpha: Derived = by_rule(
-        description="step size of the mixing (default: reach sqrt(rounds)/2, where reach is lr times the steps per "
-        "round; 1 in PFLlib)"
+        description="step size of the mixing (default: reach * sqrt(rounds)/2, where reach is lr times the steps "
+        "per round; 1 in PFLlib)"
     )
     sigma: Derived = by_rule(
         description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha; 1 in PFLlib)"
@@ -60,10 +60,13 @@ class FedAMP(Mixed):
     decay: float = Field(
         1.0, gt=0, le=1, description="factor that multiplies alpha_k every ``every`` rounds (0.1 in the experiments)"
     )
-    every: int = Field(30, ge=1, description="number of rounds between two changes of alpha_k (30 in the experiments)")
-    start: Literal["own", "server"] = Field("own", description="starting point of local SGD: the client's w_i, or u_i")
+    every: int = Field(30, ge=1, description="number of rounds between changes of alpha_k (30 in the experiments)")
+    start: Literal["own", "server"] = Field(
+        "own", description="starting point of local SGD: the client's own w_i, or the mixture u_i"
+    )
     among: Among = Field(
-        "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
+        "cohort",
+        description="clients whose models are mixed: the round's cohort, all clients seen so far, or all clients",
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}

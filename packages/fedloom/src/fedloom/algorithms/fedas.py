@@ -83,11 +83,11 @@ class _Trace(NamedTuple):
 class FedAS(Algorithm):
     """FedAS (Yang et al. 2024)."""
 
-    align: int = Field(1, ge=0, description="number of epochs of the alignment (1 in the public code)")
+    align: int = Field(1, ge=0, description="number of alignment epochs (1 in the public code)")
     lr: float | None = Field(
         None,
         gt=0,
-        description="step size of the alignment (default: the step size of the round; 0.01 in the public code)",
+        description="step size for the alignment (default: the round's step size; 0.01 in the public code)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -30,7 +30,9 @@ from fedloom.local import Ctx, Nothing, Work, descend
 class FedAvg(Algorithm):
     """FedAvg (McMahan et al. 2017, Algorithm 1)."""
 
-    server_lr: float = Field(1.0, gt=0, description="server step size for the mean difference (1 in Algorithm 1)")
+    server_lr: float = Field(
+        1.0, gt=0, description="server step size that scales the mean difference (1 in Algorithm 1)"
+    )
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         w = descend(down.x, work)  # ClientUpdate(k, w_t)

@@ -44,11 +44,9 @@ class FedAvgFT(Algorithm):
 
     epochs: int = Field(5, ge=0, description="number of fine-tuning passes over the client's training part")
     steps: int | None = Field(
-        None, ge=0, description="number of fine-tuning steps, the same for every client. Replaces epochs"
+        None, ge=0, description="number of fine-tuning steps, the same for every client (used instead of epochs)"
     )
-    lr: float | None = Field(
-        None, gt=0, description="step size of the fine-tuning (default: the step size of the round)"
-    )
+    lr: float | None = Field(None, gt=0, description="step size for fine-tuning (default: the round's step size)")
 
     family: ClassVar[str] = "personalised"
 

@@ -65,16 +65,12 @@ class Up(NamedTuple):
 class FedBABU(Algorithm):
     """FedBABU (Oh et al. 2022, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field(
-        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
-    )
+    head: tuple[str, ...] = Field((), description="name prefixes of the head's parameters (empty: the last layer)")
     epochs: DerivedFrom0 = by_rule(
-        description="tau_f, number of fine-tuning epochs, rounded (default: a quarter of the run's local epochs, at "
-        "least 5; 5 in the tables)"
+        description="tau_f, number of fine-tuning epochs (default: a quarter of the run's local epochs, rounded, "
+        "but at least 5; the paper's tables use 5)"
     )
-    lr: float | None = Field(
-        None, gt=0, description="step size of the fine-tuning (default: the step size of the round)"
-    )
+    lr: float | None = Field(None, gt=0, description="step size for fine-tuning (default: the round's step size)")
     tunes: Literal["all", "head", "body"] = Field(
         "all", description="which parameters fine-tuning updates (Table 5 of the paper)"
     )

@@ -59,7 +59,7 @@ class FedBN(Algorithm):
 
     layers: tuple[str, ...] = Field(
         (),
-        description="prefixes of the names of the parameters that stay at the client (empty: the normalization layers)",
+        description="name prefixes of the parameters that stay on the client (empty: the normalization layers)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -71,13 +71,15 @@ class FedDR(Algorithm):
     """FedDR (Tran-Dinh et al. 2021, Algorithm 1)."""
 
     eta: Derived = by_rule(
-        description="step size of the proximal operators (default: 2 reach, where reach is lr times the steps "
+        description="step size of the proximal operators (default: 2 * reach, where reach is lr times the steps "
         "per round; 100, 500 and 1000 in the authors' scripts)"
     )
-    alpha: float = Field(1.95, gt=0, le=2, description="relaxation (1.95 in all experiments)")
-    regulariser: Regulariser = Field(None, description="g, a function with a prox (0.01 ||x||_1 in the experiments)")
+    alpha: float = Field(1.95, gt=0, le=2, description="relaxation parameter (1.95 in all experiments)")
+    regulariser: Regulariser = Field(
+        None, description="regularizer g, a function with a proximal operator (0.01 ||x||_1 in the experiments)"
+    )
     start: Literal["own", "server"] = Field(
-        "server", description="starting point of local SGD: xbar, or the client's x_i (public code)"
+        "server", description="starting point of local SGD: the server's xbar, or the client's own x_i (public code)"
     )
 
     family: ClassVar[str] = "composite"

@@ -82,8 +82,8 @@ class FedDyn(Algorithm):
 
     scaled: bool = Field(
         False,
-        description="set alpha_i to alpha mean(n)/n_i, so that it depends on client i's number of samples (public "
-        "code)",
+        description="set alpha_i to alpha * mean(n) / n_i, so that it depends on client i's number of samples "
+        "(public code)",
     )
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
 

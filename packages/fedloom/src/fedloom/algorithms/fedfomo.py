@@ -84,12 +84,18 @@ class FedFomo(Algorithm):
 
     peers: int = Field(5, ge=0, description="M, maximum number of other clients' models that a client receives")
     epsilon: float = Field(
-        0.3, ge=0, le=1, description="probability, in the first round, that the received models are drawn at random"
+        0.3, ge=0, le=1, description="probability, in the first round, of drawing the received models at random"
     )
     decay: float = Field(0.05, ge=0, description="amount by which epsilon decreases every round")
-    share: float = Field(0.2, gt=0, lt=1, description="fraction of the training samples on which weights are measured")
+    share: float = Field(
+        0.2,
+        gt=0,
+        lt=1,
+        description="fraction of the training samples that is held out to compute the weights of the received models",
+    )
     returns: bool = Field(
-        False, description="if no model helps a client, the client returns to the model from which its training started"
+        False,
+        description="if no received model helps a client, return it to the model from which its last training started",
     )
 
     mixes: ClassVar[bool] = True

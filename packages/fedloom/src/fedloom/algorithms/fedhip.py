@@ -64,13 +64,13 @@ class FedHiP(Algorithm):
     """FedHiP (Tang et al. 2025)."""
 
     ridge: float = Field(
-        1.0, ge=0, description="weight of the squared norm of the head, like alpha of scikit-learn's Ridge"
+        1.0, ge=0, description="weight of the penalty on the head's squared norm, like alpha in scikit-learn's Ridge"
     )
     share: float | None = Field(
         None,
         ge=0,
         le=1,
-        description="weight of the other clients' sums in a client's head (default: each client chooses its own)",
+        description="weight of the other clients' statistics in a client's head (default: each client chooses its own)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -55,7 +55,10 @@ class FedNova(Algorithm):
 
     mu: float = Field(0.0, ge=0, description="weight mu of the proximal term in the local problems, as in FedProx")
     gamma: float = Field(
-        1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1 keeps the step size constant"
+        1.0,
+        gt=0,
+        le=1,
+        description="factor gamma by which the step size changes after every local step; 1 keeps it constant",
     )
 
     weighs_partial: ClassVar[bool] = True

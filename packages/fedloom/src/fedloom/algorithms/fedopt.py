@@ -62,16 +62,16 @@ class Server(NamedTuple):
 class FedOpt(Algorithm):
     """FedOpt (Reddi et al. 2021, Algorithm 2)."""
 
-    optimiser: Literal["momentum", "adagrad", "adam", "yogi"] = Field("adam", description="optimizer of the server")
+    optimiser: Literal["momentum", "adagrad", "adam", "yogi"] = Field("adam", description="server optimizer")
     server_lr: Derived = by_rule(
         description="server step size eta (default: reach/10, or 0.1 with momentum, where reach is lr times the "
         "steps per round; tuned in the paper)"
     )
     beta1: float | None = Field(
-        None, ge=0, lt=1, description="decay of the first moment (default: 0.9, for Adagrad 0; Sec. 4)"
+        None, ge=0, lt=1, description="decay rate of the first moment (default: 0.9, or 0 for Adagrad; Sec. 4)"
     )
-    beta2: float = Field(0.99, ge=0, lt=1, description="decay of the second moment, for Adam and Yogi (Sec. 4)")
-    tau: float = Field(1e-3, gt=0, description="adaptivity tau (Sec. 4)")
+    beta2: float = Field(0.99, ge=0, lt=1, description="decay rate of the second moment, for Adam and Yogi (Sec. 4)")
+    tau: float = Field(1e-3, gt=0, description="degree of adaptivity tau (Sec. 4)")
 
     needs: ClassVar[Mapping[str, str]] = {"beta2": "optimiser adam yogi", "tau": "optimiser adagrad adam yogi"}
 

@@ -79,8 +79,8 @@ class FedPD(Algorithm):
     )
     start: Literal["own", "server"] | None = Field(
         None,
-        description="starting point of local SGD: the client's x_i, or x_{0,i} (default: x_i if eta is set, "
-        "otherwise x_{0,i})",
+        description="starting point of local SGD: the client's own x_i, or its shifted copy x_{0,i} of the "
+        "server's model (default: x_i if eta is set, otherwise x_{0,i})",
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "start": "own"}

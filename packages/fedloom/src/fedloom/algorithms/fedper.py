@@ -54,9 +54,7 @@ class Up(NamedTuple):
 class FedPer(Algorithm):
     """FedPer (Arivazhagan et al. 2019, Algorithms 1 and 2)."""
 
-    head: tuple[str, ...] = Field(
-        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
-    )
+    head: tuple[str, ...] = Field((), description="name prefixes of the head's parameters (empty: the last layer)")
 
     family: ClassVar[str] = "personalised"
 

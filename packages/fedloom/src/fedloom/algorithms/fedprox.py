@@ -39,7 +39,7 @@ class FedProx(Algorithm):
     """FedProx (Li et al. 2020, Algorithm 2)."""
 
     mu: DerivedFrom0 = by_rule(
-        description="weight of the proximal term (default: 1/(3 reach), where reach is lr times the steps per "
+        description="weight of the proximal term (default: 1/(3 * reach), where reach is lr times the steps per "
         "round; the paper tunes it over 0.001 to 1, Sec. 5.1)"
     )
 

@@ -60,11 +60,9 @@ class Up(NamedTuple):
 class FedRep(Algorithm):
     """FedRep (Collins et al. 2021, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field(
-        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
-    )
+    head: tuple[str, ...] = Field((), description="name prefixes of the head's parameters (empty: the last layer)")
     head_epochs: int = Field(
-        4, ge=0, description="tau, number of epochs that train the head per round (10 in the public code)"
+        4, ge=0, description="tau, number of epochs of head training per round (10 in the public code)"
     )
 
     family: ClassVar[str] = "personalised"

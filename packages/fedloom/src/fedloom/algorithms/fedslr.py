@@ -89,15 +89,15 @@ class Sparsity(NamedTuple):
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
-    eta_g: Derived = by_rule(description="proximal step size eta_g (default: 4 reach; 10 in Sec. 6.1)")
-    lam: float = Field(1e-4, ge=0, description="weight lambda of the penalty on the GKR (Sec. 6.1)")
-    mu: float = Field(1e-3, ge=0, description="weight mu of the penalty on p (Sec. 6.1)")
-    personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1; None: as in phase I)")
-    components: Components = Field("lr+s", description="global + personal part, each low-rank or sparse (App. A.3)")
-    method: Literal["fedslr", "gpgd"] = Field("fedslr", description="algorithm for (P1) (App. A.2)")
-    personal_start: Literal["zero", "model"] = Field("zero", description="initial p: 0, or w_0 (public code)")
+    eta_g: Derived = by_rule(description="proximal step size eta_g (default: 4 * lr * steps per round; 10 in Sec. 6.1)")
+    lam: float = Field(1e-4, ge=0, description="penalty weight lambda for the global component (GKR; Sec. 6.1)")
+    mu: float = Field(1e-3, ge=0, description="penalty weight mu for the personal component p (Sec. 6.1)")
+    personal_epochs: int | None = Field(1, ge=0, description="epochs in phase II (Sec. 6.1; None: as in phase I)")
+    components: Components = Field("lr+s", description="global + personal part: low-rank (lr) or sparse (s) (App. A.3)")
+    method: Literal["fedslr", "gpgd"] = Field("fedslr", description="algorithm for problem (P1) (App. A.2)")
+    personal_start: Literal["zero", "model"] = Field("zero", description="initial component p: 0, or w_0 (public code)")
     personal_decay: Literal["model", "component"] = Field(
-        "model", description="phase II applies weight decay to w + p, or to p (public code)"
+        "model", description="apply weight decay in phase II to w + p, or to p (public code)"
     )
 
     family: ClassVar[str] = "personalised"

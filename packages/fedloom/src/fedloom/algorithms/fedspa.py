@@ -69,7 +69,7 @@ class FedSpa(Algorithm):
     """FedSpa (Huang et al. 2022, Algorithm 1)."""
 
     density: float = Field(
-        0.5, gt=0, le=1, description="fraction of the weights in a mask (0.5 in FedSLR's comparison)"
+        0.5, gt=0, le=1, description="fraction of the weights that a mask keeps (0.5 in FedSLR's comparison)"
     )
     exchange: float = Field(0.5, ge=0, le=1, description="alpha_0, fraction of a layer's weights exchanged in round 1")
     horizon: Derived = by_rule(

@@ -54,8 +54,8 @@ class FedSplit(Algorithm):
     """FedSplit (Pathak and Wainwright 2020, Algorithm 1)."""
 
     step: Derived = by_rule(
-        description="step size s of the prox (default: 2 reach, where reach is lr times the steps per round; "
-        "Theorem 1 uses 1/sqrt(l L), from the curvatures)"
+        description="step size s of the proximal operator (default: 2 * reach, where reach is lr times the steps "
+        "per round; Theorem 1 uses 1/sqrt(l * L), with the curvatures l and L)"
     )
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:

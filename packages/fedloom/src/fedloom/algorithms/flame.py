@@ -100,7 +100,7 @@ class FLAME(ThetaStep):
         "to 0 (IV-E)",
     )
     regulariser: Regulariser = Field(
-        None, description="g, a function of the global model with a prox (the paper uses none)"
+        None, description="regularizer g of the global model, with a prox (the paper uses none)"
     )
     residuals: bool = Field(
         False, description="record the Lagrangian and both residuals, computed from the gradients of all samples"

@@ -70,9 +70,9 @@ class GPFL(Algorithm):
     """GPFL (Zhang et al. 2023)."""
 
     lam: float = Field(
-        0.01, ge=0, description="lambda, weight of the distance to the class embeddings (0.01; on ResNet-18, 1e-4)"
+        0.01, ge=0, description="lambda, weight of the distance to the class embeddings (0.01, or 1e-4 for ResNet-18)"
     )
-    mu: float = Field(0.1, ge=0, description="weight decay of the valve and the embeddings (0.1; on ResNet-18, 0)")
+    mu: float = Field(0.1, ge=0, description="weight decay of the valve and the embeddings (0.1, or 0 for ResNet-18)")
     angle: float = Field(1.0, ge=0, description="weight of the angle-level guidance (1 in the paper)")
 
     family: ClassVar[str] = "personalised"

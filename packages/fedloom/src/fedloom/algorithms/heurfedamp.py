@@ -49,16 +49,19 @@ class HeurFedAMP(Mixed):
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction between models")
     alpha: Derived = by_rule(
-        description="alpha_k, where lam/alpha is the strength of the pull (default: reach sqrt(rounds)/2, where "
-        "reach is lr times the steps per round; 1 in PFLlib)"
+        description="alpha_k, where lam/alpha is the strength of the pull (default: reach * sqrt(rounds)/2, "
+        "where reach is lr times the steps per round; 1 in PFLlib)"
     )
-    sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
+    sigma: float = Field(25.0, ge=0, description="sharpness sigma of the weights exp(sigma * cos)")
     self_weight: float | None = Field(
         None, ge=0, le=1, description="weight xi_ii of the client's own model (default: 1/m for m mixed models)"
     )
-    start: Literal["own", "server"] = Field("own", description="starting point of local SGD: the client's w_i, or u_i")
+    start: Literal["own", "server"] = Field(
+        "own", description="starting point of local SGD: the client's own w_i, or the mixture u_i"
+    )
     among: Among = Field(
-        "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
+        "cohort",
+        description="clients whose models are mixed: the round's cohort, all clients seen so far, or all clients",
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0}

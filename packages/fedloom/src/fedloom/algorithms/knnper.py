@@ -69,10 +69,10 @@ class KNNPer(Algorithm):
 
     neighbours: int = Field(10, ge=1, description="k, number of nearest samples used for a prediction (10 in Sec. 5)")
     scale: float = Field(
-        1.0, gt=0, description="width of the kernel, as a multiple of the number of features (1 in the public code)"
+        1.0, gt=0, description="kernel width, as a multiple of the number of features (1 in the public code)"
     )
     weight: float | None = Field(
-        None, ge=0, le=1, description="lambda, weight of the kNN in a prediction (default: each client chooses its own)"
+        None, ge=0, le=1, description="lambda, weight of the kNN prediction (default: each client chooses its own)"
     )
     share: float = Field(0.2, gt=0, lt=1, description="fraction of the training samples on which lambda is chosen")
 

@@ -56,9 +56,7 @@ class Up(NamedTuple):
 class LGFedAvg(Algorithm):
     """LG-FedAvg (Liang et al. 2020, Algorithm 1)."""
 
-    head: tuple[str, ...] = Field(
-        (), description="prefixes of the names of the head's parameters (empty: the last layer)"
-    )
+    head: tuple[str, ...] = Field((), description="name prefixes of the head's parameters (empty: the last layer)")
 
     family: ClassVar[str] = "personalised"
 

@@ -51,10 +51,10 @@ class Up(NamedTuple):
 class LPGD(Algorithm):
     """LPGD (Huang et al. 2023, Appendix A.2)."""
 
-    lam: float = Field(1e-4, ge=0, description="weight lambda of the penalty on the global model (GKR; Sec. 6.1)")
-    mu: float = Field(1e-3, ge=0, description="weight mu of the penalty on the personal component (Sec. 6.1)")
+    lam: float = Field(1e-4, ge=0, description="penalty weight lambda for the global model (GKR; Sec. 6.1)")
+    mu: float = Field(1e-3, ge=0, description="penalty weight mu for the personal component (Sec. 6.1)")
     personal_epochs: int | None = Field(
-        1, ge=0, description="number of epochs of phase II (Sec. 6.1; None: the steps of [local])"
+        1, ge=0, description="number of epochs in phase II (Sec. 6.1; None: the same steps as in [local])"
     )
     components: Components = Field(
         "lr+s", description="structure of the global and the personal part: low-rank (lr) or sparse (s) (App. A.3)"

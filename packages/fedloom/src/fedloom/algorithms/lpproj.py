@@ -74,9 +74,9 @@ class _Rows(NamedTuple):
 class LpProj(Algorithm):
     """Lp-Proj (Lin et al. 2022)."""
 
-    p: float = Field(1.0, ge=1, le=2, description="p of the norm (1 or 2 in the paper)")
+    p: float = Field(1.0, ge=1, le=2, description="order p of the norm (1 or 2 in the paper)")
     lam: DerivedFrom0 = by_rule(
-        description="weight lambda (default: 1/(reach sqrt(rounds)), where reach is lr times the steps per "
+        description="weight lambda (default: 1/(reach * sqrt(rounds)), where reach is lr times the steps per "
         "round; 15 in the public code)"
     )
     dim: int | None = Field(
@@ -85,7 +85,7 @@ class LpProj(Algorithm):
         description="d_sub, the dimension of the projection (the public code uses 10; None: P is the identity)",
     )
     eta: Derived = by_rule(
-        description="step size of w_i (default: reach, which is lr times the steps per round; 0.1 in the public code)"
+        description="step size for w_i (default: reach, which is lr times the steps per round; 0.1 in the public code)"
     )
     local_rounds: int = Field(1, ge=1, description="number of local rounds (5 in the public code)")
     beta: float = Field(1.0, gt=0, description="server step size beta (1 in the public code)")

@@ -47,9 +47,13 @@ class PerFedAvg(Algorithm):
     alpha: DerivedFrom0 = by_rule(
         description="step size alpha of the personal model (default: local.lr; 0.01 in FedSLR's comparison)"
     )
-    variant: Literal["hf", "fo"] = Field("hf", description="approximation of the Hessian: Hessian-free or first-order")
+    variant: Literal["hf", "fo"] = Field(
+        "hf", description="approximation of the Hessian: Hessian-free (hf) or first-order (fo)"
+    )
     delta: float = Field(
-        0.001, gt=0, description="delta of the difference quotient for the Hessian product (0.001 in public codes)"
+        0.001,
+        gt=0,
+        description="step delta in the finite difference for the Hessian-vector product (0.001 in public codes)",
     )
 
     family: ClassVar[str] = "personalised"

@@ -74,7 +74,7 @@ class Gauss(NamedTuple):
 class PFedFDA(Algorithm):
     """pFedFDA (McLaughlin and Su 2024)."""
 
-    ridge: float = Field(1.0, gt=0, description="value added to a covariance's diagonal (1 in the public code)")
+    ridge: float = Field(1.0, gt=0, description="value added to the diagonal of a covariance (1 in the public code)")
 
     family: ClassVar[str] = "personalised"
 

@@ -65,9 +65,9 @@ class PFedMe(Algorithm):
         description="Moreau weight lambda (default: 1/reach, where reach is lr times the steps per round; 15 for "
         "MNIST in the experiments)"
     )
-    eta: Derived = by_rule(description="step size of w_i (default: 1/lam; 0.005 in the experiments)")
+    eta: Derived = by_rule(description="step size for w_i (default: 1/lam; 0.005 in the experiments)")
     inner: int = Field(5, ge=1, description="K, number of steps on one batch (5 in the experiments)")
-    personal_lr: float | None = Field(None, gt=0, description="step size of theta (default: the local step size)")
+    personal_lr: float | None = Field(None, gt=0, description="step size for theta (default: the local step size)")
     beta: float = Field(1.0, gt=0, description="server step size beta (1 in the experiments, or 2 if tuned)")
 
     theta: Literal["received", "kept"] = Field(

@@ -68,8 +68,8 @@ class QFFL(Algorithm):
     )
     lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived), AS_IT_IS] = (
         by_rule(
-            description="L (default: 1/reach, where reach is lr times the steps per round); 'step' is 1 / step size "
-            "of the round (Sec. 3.3)"
+            description="Lipschitz constant L (default: 1/reach, where reach is lr times the steps per round); "
+            "'step' uses 1 / (the round's step size) (Sec. 3.3)"
         )
     )
 

@@ -75,11 +75,15 @@ class SCAFFOLD(Algorithm):
 
     server_lr: float = Field(1.0, gt=0, description="global step size eta_g (1 in the paper's experiments, Sec. 7)")
     option: Literal["I", "II"] = Field(
-        "II", description="update of c_i: by the gradient at x (option I) or the mean local gradient (option II)"
+        "II",
+        description="how c_i is updated: with the gradient at x (option I), or with the mean local gradient "
+        "(option II)",
     )
 
     scaled: bool = Field(
-        False, description="scale the control variates by n_i/mean(n), in proportion to samples (FedDyn's public code)"
+        False,
+        description="scale the control variates by n_i/mean(n), in proportion to the number of samples (FedDyn's "
+        "public code)",
     )
 
     plain_sgd: ClassVar[str | None] = "option II divides x - y by K lr, which is the mean gradient of plain SGD only"

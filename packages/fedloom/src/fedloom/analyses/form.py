@@ -182,11 +182,11 @@ class Rules(Value):
     min_subjects: int = Field(
         1,
         ge=1,
-        description="smallest number of subjects of a client or in a cell. A client with fewer subjects answers zero",
+        description="minimum number of subjects of a client or in a cell. A client with fewer subjects answers zero",
     )
-    min_clients: int = Field(1, ge=1, description="smallest number of clients in a cell. Cells with fewer are merged")
+    min_clients: int = Field(1, ge=1, description="minimum number of clients in a cell. Cells with fewer are merged")
     missing: int = Field(
-        0, ge=0, description="number of clients that may be absent while a cell still has enough clients"
+        0, ge=0, description="number of clients that may be absent without leaving a cell with too few clients"
     )
 
     @model_serializer(mode="wrap")
@@ -270,7 +270,7 @@ class Analysis(Value):
     methods."""
 
     rules: Rules | None = Field(
-        None, description="limits that all clients agree on (default: the limits of a simulation or of real sites)"
+        None, description="limits that all clients agree on (default: those for simulations or for real sites)"
     )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:

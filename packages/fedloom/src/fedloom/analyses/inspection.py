@@ -51,7 +51,7 @@ class Tsne(Analysis):
     """Projections of some clients' test samples onto the plane by t-SNE, after the last round (FedSLR, Fig. 4)."""
 
     kind: ClassVar[str] = "tsne"
-    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="numbers of the selected clients")
+    clients: tuple[NonNegativeInt, ...] = Field(min_length=1, description="indices of the clients to plot")
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         unknown = [i for i in self.clients if i >= fed.n]

@@ -54,10 +54,11 @@ class Groups(Analysis):
     kind: ClassVar[str] = "groups"
     by: tuple[str, ...] = Field(
         min_length=1,
-        description="columns, or bounds such as 'age>=75', that define groups. Test parts are scored by group",
+        description="columns, or bounds such as 'age>=75', that define groups. Test parts are scored separately "
+        "for each group",
     )
     min_rows: int = Field(
-        10, ge=2, description="smallest number of rows in a scored group, and of each class or event in it"
+        10, ge=2, description="minimum number of rows in a scored group, and of each class or event in it"
     )
 
     @property

@@ -37,14 +37,15 @@ class Mixer(Value, ABC):
 
     kind: ClassVar[str]
     among: Among = Field(
-        "cohort", description="models to mix: the round's cohort, all clients seen so far, or all clients"
+        "cohort",
+        description="clients whose models are mixed: the round's cohort, all clients seen so far, or all clients",
     )
     mixing_weight: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="weight of the mixture in the model that a client receives. The server's model has the rest "
-        "of the weight",
+        description="weight of the mixture in the model that a client receives. The rest of the weight goes to "
+        "the server's model",
     )
 
     @property
@@ -113,19 +114,22 @@ class Attention(Mixer):
 
     kind: ClassVar[str] = "attention"
     quantile: float = Field(
-        0.5, ge=0, le=1, description="quantile p of the threshold delta_k (Algorithm 1; the paper does not state it)"
+        0.5, ge=0, le=1, description="quantile p that sets the threshold delta_k (Algorithm 1; not stated in the paper)"
     )
     lam: float | None = Field(
         None,
         gt=0,
-        description="lambda of the step alpha_k = lambda beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
+        description="lambda in the step size alpha_k = lambda * beta_k (Eq. 3, Theorem 2.1; None: alpha_k = 1, Eq. 4)",
     )
     similarity: Similarity = Field(
         "model",
         description="vectors whose cosines s_ij are compared: the models, or their changes from the initial model",
     )
     copies: float | None = Field(
-        None, gt=0, le=1, description="cosine above which models count as copies of one model (None: no limit)"
+        None,
+        gt=0,
+        le=1,
+        description="cosine similarity above which models count as copies of one model (None: no limit)",
     )
 
     def move_models(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
@@ -153,8 +157,8 @@ class Proximity(Mixer):
     alpha: float | None = Field(
         None,
         gt=0,
-        description="step size of the mixing (default: reach sqrt(rounds)/2, where reach is lr times the steps per "
-        "round)",
+        description="step size of the mixing (default: reach * sqrt(rounds)/2, where reach is lr times the steps "
+        "per round)",
     )
     sigma: float | None = Field(
         None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma) (default: 2 (n - 1) alpha)"
@@ -188,7 +192,7 @@ class Angles(Mixer):
     """
 
     kind: ClassVar[str] = "angles"
-    sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
+    sigma: float = Field(25.0, ge=0, description="sharpness sigma of the weights exp(sigma * cos)")
     self_weight: float | None = Field(
         None, ge=0, le=1, description="weight xi_ii of the client's own model (default: 1/m for m mixed models)"
     )

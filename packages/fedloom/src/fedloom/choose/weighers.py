@@ -130,15 +130,16 @@ class EquitableWeigher(Weigher):
     clusters: int | None = Field(
         None,
         ge=1,
-        description="C, number of groups. The paper uses the true number (2, 2, 3, 5; Table 1) (default: estimated)",
+        description="C, number of groups (default: estimated). The paper uses the true number (2, 2, 3, 5; Table 1)",
     )
     layer: Literal["penultimate", "logits"] = Field("penultimate", description="representation a_i (Fig. 1)")
     log_softmax: bool = Field(
-        True, description="apply log-softmax to each sample's representation before the mean (Fig. 1)"
+        True, description="apply log-softmax to each sample's representation before averaging (Fig. 1)"
     )
     reduce: Literal["mean", "last_batch"] = Field(
         "mean",
-        description="samples in the mean: the whole training part, or the last mini-batch (not stated in the paper)",
+        description="samples to average over: the whole training part, or the last mini-batch (not stated in the "
+        "paper)",
     )
 
     probes: ClassVar[bool] = True
@@ -263,25 +264,25 @@ class FairFedWeigher(Weigher):
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
-        None, ge=0, description="fairness budget beta (Eq. 7; default: 1/(n rounds)). 0 weights clients by samples"
+        None,
+        ge=0,
+        description="fairness budget beta (Eq. 7; default: 1/(n * rounds)). 0 weights clients by their samples",
     )
     metric: Literal["accuracy", "loss", "equal-opportunity", "statistical-parity"] = Field(
         "accuracy",
         description=(
-            "metric whose value at a client is compared with the global value. The last two metrics "
-            "compare groups within clients"
+            "metric whose value at each client is compared with the global value. The last two "
+            "choices compare groups within clients"
         ),
     )
     group: str | None = Field(
         None,
         description=(
-            "column with two levels, or a bound such as 'age>=75', that defines the groups (default: the "
-            "first group of an analysis of the kind groups)"
+            "column with two levels, or a bound such as 'age>=75', that defines the groups (default: "
+            "the first group of an analysis of kind 'groups')"
         ),
     )
-    floor: bool = Field(
-        True, description="require weights of at least 0 (Equitable-FL). The paper allows negative weights"
-    )
+    floor: bool = Field(True, description="set negative weights to 0 (Equitable-FL). The paper allows negative weights")
 
     probes: ClassVar[bool] = True
 

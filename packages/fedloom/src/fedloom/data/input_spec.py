@@ -47,25 +47,25 @@ class InputSpec(Value):
     shape: tuple[int, ...] = Field(description="shape of one sample as the model expects it")
     task: Task = Field(description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes or labels")
-    targets: int = Field(1, ge=1, description="number of values per sample, for numeric targets")
+    targets: int = Field(1, ge=1, description="number of target values per sample, if targets are numeric")
     centre: float = Field(0.0, description="number subtracted from regression targets")
-    unit: float = Field(1.0, gt=0, description="divisor of the targets after the subtraction")
+    unit: float = Field(1.0, gt=0, description="divisor for the targets, applied after the subtraction")
     pixels: bool = Field(
         False,
-        description="true if samples were stored as bytes and divided by 255. Otherwise they are unchanged floats",
+        description="whether samples were stored as bytes and divided by 255. If not, they are unchanged floats",
     )
     integers: bool | None = Field(
         None,
-        description="true if images were given as integers or booleans, false if they were given as floats. None: "
-        "unknown, or the samples are no images",
+        description="whether images were given as integers or booleans (true) or as floats (false). None: "
+        "unknown, or the samples are not images",
     )
     mean: tuple[float, ...] | None = Field(
-        None, description="number subtracted from samples: one per channel, or one for all channels"
+        None, description="numbers subtracted from samples: one per channel, or one for all channels"
     )
-    std: tuple[float, ...] | None = Field(None, description="divisor of samples after the subtraction")
-    table: Table | None = Field(None, description="columns from which the features are made")
-    vocabulary: tuple[str, ...] = Field((), description="names of the tokens in the vocabulary")
-    each: bool = Field(False, description="true if every position of a sequence has a label")
+    std: tuple[float, ...] | None = Field(None, description="divisors for samples, applied after the subtraction")
+    table: Table | None = Field(None, description="table columns from which the features are computed")
+    vocabulary: tuple[str, ...] = Field((), description="tokens that make up the vocabulary")
+    each: bool = Field(False, description="whether every position in a sequence has a label")
 
     @model_validator(mode="after")
     def _shows_its_names(self) -> InputSpec:

@@ -55,11 +55,13 @@ class LinearRegression(_Equal):
     requires. Otherwise, it may not hold.
     """
 
-    b: float = Field(default=1.0, gt=0, description="scale of the features b")
+    b: float = Field(default=1.0, gt=0, description="scale b of the features")
     sigma: float = Field(default=1.0, ge=0, description="standard deviation of the noise in y")
-    spread: float = Field(default=1.0, ge=0, description="standard deviation of theta_i around their mean of ones")
+    spread: float = Field(
+        default=1.0, ge=0, description="standard deviation of the theta_i around their mean, a vector of ones"
+    )
     equal_length: bool = Field(default=False, description="give all theta_i the same norm (condition of Proposition 3)")
-    malicious: int = Field(default=0, ge=0, description="m_a, number of attackers. They are the last clients")
+    malicious: int = Field(default=0, ge=0, description="m_a, number of attackers, which are the last clients")
     gamma: float = Field(default=1.0, ge=0, description="strength of the attack")
 
     @model_validator(mode="after")

@@ -116,7 +116,7 @@ class TableColumn(Value):
         default=0, ge=0, description="number of levels of a categorical column (0: the column is numeric)"
     )
     names: tuple[str, ...] = Field(default=(), description="names of the levels, if the source has them")
-    flag: bool = Field(default=False, description="true if an additional feature marks missing values")
+    flag: bool = Field(default=False, description="whether an additional feature marks missing values")
     scale: bool = Field(default=True, description="whether to center and scale the numeric column")
     unit: str = Field(default="", description="agreed unit of a numeric column")
     range: tuple[float, float] | None = Field(
@@ -149,10 +149,10 @@ class Table(Value):
     min_observed: int = Field(
         default=5,
         ge=1,
-        description="smallest number of training values of a column. A column with fewer values is dropped",
+        description="minimum number of training values in a column. A column with fewer values is dropped",
     )
-    missing: tuple[str, ...] = Field(default=("",), description="cell values that mean missing")
-    impute: bool = Field(default=True, description="true if missing cells in new rows are filled")
+    missing: tuple[str, ...] = Field(default=("",), description="cell values that count as missing")
+    impute: bool = Field(default=True, description="whether missing cells in new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:

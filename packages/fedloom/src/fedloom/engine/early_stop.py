@@ -37,12 +37,13 @@ class EarlyStop(Value):
     so the run costs up to twice as much. If an EarlyStop is passed as a callback, it only ends the run.
     """
 
-    metric: str = Field("loss", description="metric that should improve (`fedloom.metrics.METRICS`)")
+    metric: str = Field("loss", description="metric that should improve, from `fedloom.metrics.METRICS`")
     model: Literal["global", "personal", "hybrid"] | None = Field(
         None, description="model to watch (None: the personal model, or the global model if there is no personal model)"
     )
     part: Literal["validation", "train"] = Field(
-        "validation", description="data part of the clients on which the metric is watched. Never the test part"
+        "validation",
+        description="part of the clients' data on which the metric is monitored. It is never the test part",
     )
     patience: int = Field(5, ge=1, description="number of evaluations without an improvement before the run stops")
     min_delta: float = Field(0.0, ge=0, description="smallest improvement that counts")

@@ -42,18 +42,19 @@ class Evaluate(Value):
     every: int = Field(5, ge=1, description="number of rounds between evaluations. The last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
         "validation",
-        description="data part on which the hybrid model is selected. 'test' is FLAME's protocol, and the report "
-        "says so",
+        description="data part on which the hybrid model is selected. 'test' is FLAME's protocol, which the "
+        "report then mentions",
     )
     parts: tuple[Part, ...] = Field(
         ("train", "validation", "test"),
-        description="data parts of every client on which models are scored",
+        description="parts of each client's data on which models are scored",
         min_length=1,
     )
     clients: int | None = Field(
         None,
         ge=1,
-        description="maximum number of clients to score, drawn once and the same in every round (default: all)",
+        description="maximum number of clients to score (default: all). They are drawn once and stay the same in "
+        "every round",
     )
     batchnorm_stats: Literal["averaged", "own"] = Field(
         "averaged",
@@ -102,7 +103,7 @@ class Engine(Value):
         ),
     )
     clients_per_batch: int | None = Field(
-        None, ge=1, description="maximum number of clients computed together (default: a fixed rule)"
+        None, ge=1, description="maximum number of clients computed together (default: chosen by a fixed rule)"
     )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="data type of models and samples")
@@ -114,11 +115,11 @@ class Engine(Value):
             "dtype"
         ),
     )
-    checkpoint_every: float = Field(30.0, gt=0, description="length of time between checkpoints, in seconds")
+    checkpoint_every: float = Field(30.0, gt=0, description="time between checkpoints, in seconds")
     state_memory_mib: int = Field(
-        1024, ge=0, description="MiB of client state kept in memory. The rest is stored in files"
+        1024, ge=0, description="amount of client state kept in memory, in MiB. The rest is stored in files"
     )
-    quorum: float = Field(0.5, gt=0, le=1, description="smallest fraction of a cohort that must send usable updates")
+    quorum: float = Field(0.5, gt=0, le=1, description="minimum fraction of a cohort that must send usable updates")
     norm_bound: float | None = Field(None, gt=0, description="maximum norm of an accepted upload")
 
 
@@ -179,7 +180,7 @@ class Setting(Value):
     )  # fmt: skip
     """Fields that can be set separately for each method of an experiment."""
 
-    algorithm: Method = Field(description="a method, or a preset of several parts")
+    algorithm: Method = Field(description="method, or preset that combines several parts")
     model: Annotated[ModelSpec, SettingTable(ModelSpec, MODEL_CLASSES, "softmax")] = Field(
         default_factory=Softmax, description="name of a model, or a model specification"
     )
@@ -189,15 +190,15 @@ class Setting(Value):
         default_factory=Objective, description="custom loss, class weights and further metrics"
     )
     local: Annotated[LocalSGD, SettingTable(LocalSGD)] = Field(
-        default_factory=LocalSGD, description="local training of a client"
+        default_factory=LocalSGD, description="settings of the clients' local training"
     )
     sampler: Annotated[Sampler, SettingTable(Sampler, SAMPLERS, "uniform")] = Field(
-        default_factory=Uniform, description="selection of the clients that take part in a round"
+        default_factory=Uniform, description="how the clients that take part in a round are selected"
     )
     aggregation_weights: Annotated[Weigher, SettingTable(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
-        description="how client uploads are weighted in the cohort's mean: by the clients' shares, or by the "
-        "weights from a rule",
+        description="how client uploads are weighted in the cohort's mean: by the clients' shares, or by weights "
+        "from a rule",
     )
     personalized_aggregation: Annotated[Mixer | None, SettingTable(Mixer, MIXERS)] = Field(
         None, description="mixture of the clients' last models that each client receives (None: the server's model)"
@@ -212,23 +213,24 @@ class Setting(Value):
         None, description="transformation of a client's upload, such as compression or noise"
     )
     augment: Annotated[Augment, SettingTable(Augment)] = Field(
-        default_factory=Augment, description="random changes of training images"
+        default_factory=Augment, description="random changes to training images"
     )
     client_weights: Shares = Field(
         "samples",
         description=(
-            "shares alpha_i of the clients in the objective, used in every mean and local problem. "
-            "By training samples; uniform (1/n); by groups (every planted group counts equally, or "
-            "every level of a column with 'groups by region'); by clusters recovered from "
-            "activations before round 1 ('clusters-3', or 'clusters' to estimate their number), "
-            "again every 10 rounds with 'clusters-3 every 10'; or one number per client"
+            "shares alpha_i of the clients in the objective, used in every mean and local problem: "
+            "by training samples; uniform (1/n); by groups (every planted group counts equally, or "
+            "every level of a column with 'groups by region'); by clusters found from activations "
+            "before round 1 ('clusters-3', or 'clusters' to estimate their number) and, with "
+            "'clusters-3 every 10', again every 10 rounds; or one number per client"
         ),
     )
     devices: Annotated[Devices | None, SettingTable(Devices, DEVICES)] = Field(
         None, description="speed and availability of the clients' devices (None: the run has no simulated clock)"
     )
     schedule: Annotated[Schedule, SettingTable(Schedule, SCHEDULES, "synchronous")] = Field(
-        default_factory=Synchronous, description="rule for the number of uploads in a server step, in simulated time"
+        default_factory=Synchronous,
+        description="rule for how many uploads the server waits for before each step, in simulated time",
     )
     evaluate: Annotated[Evaluate, SettingTable(Evaluate)] = Field(
         default_factory=Evaluate, description="which rounds, models and parts of the data are scored"

@@ -58,8 +58,8 @@ class LocalSGD(Value):
     schedule: Literal["constant", "exponential", "inverse-sqrt", "cosine"] = Field(
         "constant",
         description=(
-            "schedule of the learning rate over rounds t = 1, 2, ...: constant (lr), lr decay^(t-1), "
-            "lr/sqrt(t), or half a cosine period"
+            "learning rate schedule over rounds t = 1, 2, ...: constant (lr), exponential (lr * "
+            "decay^(t-1)), inverse-sqrt (lr/sqrt(t)), or cosine (half a period)"
         ),
     )
     decay: float = Field(
@@ -71,7 +71,7 @@ class LocalSGD(Value):
     )
     epochs: int = Field(1, ge=0, description="number of passes over the client's training part per round")
     steps: int | None = Field(
-        None, ge=0, description="number of steps per round, the same for every client. Replaces epochs"
+        None, ge=0, description="number of steps per round, the same for every client (used instead of epochs)"
     )
     optimizer: Annotated[str, AfterValidator(_checked_optimizer)] = Field(
         "sgd", description="sgd, adam, adamw, or the import path of a class such as torch.optim:RMSprop"
@@ -84,7 +84,7 @@ class LocalSGD(Value):
         description="how long optimizer states last. fresh: they are reset in every round. persistent: every "
         "client keeps them",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
+    momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum, which starts at zero in every round")
     weight_decay: float = Field(
         0.0,
         ge=0,

@@ -31,9 +31,9 @@ class Adapters(Value):
 
     rank: PositiveInt = Field(8, description="rank of each adapter")
     on: Literal["attention", "linear"] = Field(
-        "attention", description="layers that get adapters: linear layers of attention, or all linear layers"
+        "attention", description="layers that get adapters: the linear layers in attention, or all linear layers"
     )
-    scale: float = Field(1.0, gt=0, description="factor of the adapter's product (LoRA: alpha / rank)")
+    scale: float = Field(1.0, gt=0, description="factor that scales the adapter's product (LoRA: alpha / rank)")
     head: bool = Field(False, description="also train the whole last linear layer")
 
 

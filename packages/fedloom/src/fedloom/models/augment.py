@@ -24,7 +24,10 @@ class Augment(Value):
 
     flip: float = Field(0.0, ge=0, le=1, description="probability that an image is flipped left to right")
     crop: int = Field(
-        0, ge=0, description="number of zero pixels added around an image before a crop to the original size (0: none)"
+        0,
+        ge=0,
+        description="number of zero pixels added on each side of an image before it is cropped to its original "
+        "size (0: none)",
     )
     crop_probability: float = Field(
         1.0, ge=0, le=1, description="probability that an image is cropped. Otherwise the image is unchanged"

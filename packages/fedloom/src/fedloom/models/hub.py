@@ -23,13 +23,15 @@ class Hub(OfTokens):
     new model is created without a network connection. Dropout is determined by the model's configuration.
     """
 
-    name: str | None = Field(None, description="name of a model on the hub, or a folder that `save_pretrained` wrote")
+    name: str | None = Field(
+        None, description="name of a model on the Hugging Face Hub, or a folder written by `save_pretrained`"
+    )
     config: dict[str, Any] = Field(
-        default_factory=dict, description="model_type and further configuration, instead of a name"
+        default_factory=dict, description="model_type and other configuration of a new model, instead of a name"
     )
     pool: Literal["last", "mean"] = Field(
         "last",
-        description="token that predicts a label for the whole sequence: the last token, or the mean of all tokens",
+        description="which tokens predict the label of a whole sequence: the last token, or the mean of all tokens",
     )
 
     @model_validator(mode="after")

@@ -61,8 +61,8 @@ class Import(_UserModel):
     `fedloom.models.parts`). The code that the path names is executed.
     """
 
-    path: str = Field(pattern=IMPORT_PATH_PATTERN, description="'package.module:Name' of a class or function")
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
+    path: str = Field(pattern=IMPORT_PATH_PATTERN, description="class or function, as 'package.module:Name'")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the class or function")
 
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         make = find_maker(self.path, "model", nn.Module)
@@ -81,9 +81,9 @@ class Held(_UserModel):
 
     kind: ClassVar[str] = "held"
 
-    name: str = Field(description="name of the model in messages")
+    name: str = Field(description="name of the model that is used in messages")
     digest: str = Field(description="digest of the model's source code, or of its structure and weights")
-    held: Any = Field(exclude=True, repr=False, description="module, class or function of the model")
+    held: Any = Field(exclude=True, repr=False, description="module, class or function that defines the model")
 
     def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):

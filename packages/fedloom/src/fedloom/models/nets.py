@@ -53,7 +53,7 @@ class CNN(ModelSpec):
     )
     kernel: PositiveInt | tuple[PositiveInt, ...] = Field(5, description="kernel side")
     padding: int | tuple[int, ...] = Field(0, description="number of zero pixels added on every side")
-    pool: bool | tuple[bool, ...] = Field(True, description="apply 2x2 max pooling after the convolution")
+    pool: bool | tuple[bool, ...] = Field(True, description="apply 2x2 max pooling after each convolution")
     norm: Literal["none", "group", "batch", "layer"] = Field(
         "none", description="normalization after every convolution. 'layer' is group normalization with one group"
     )

@@ -25,7 +25,7 @@ class ResNet18(ModelSpec):
     stem: Literal["auto", "3x3", "7x7"] = Field(
         "auto",
         description=(
-            "first layer: 3x3 stride 1 (CIFAR), or 7x7 stride 2 with 3x3 max pooling "
+            "first layer: 3x3 with stride 1 (CIFAR), or 7x7 with stride 2 and 3x3 max pooling "
             "(Tiny-ImageNet). auto: 7x7 for images of at least 64 pixels"
         ),
     )

@@ -48,11 +48,12 @@ class InitialValues(Value):
         None,
         description=(
             "safetensors file with the initial values, as written by `fedloom export`, with an "
-            "optional digest after #sha256= (default: random, by the seed)"
+            "optional digest after #sha256= (default: random values, drawn with the seed)"
         ),
     )
     adapters: Adapters | None = Field(
-        None, description="low-rank adapters to train instead of the layers: a table with rank, on, scale, head"
+        None,
+        description="low-rank adapters to train instead of the layers: a table with the keys rank, on, scale and head",
     )
 
 

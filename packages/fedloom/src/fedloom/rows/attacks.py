@@ -140,7 +140,7 @@ class Backdoor(Attack):
         "corner",
     )
     value: float = Field(
-        1.0, description="value of the trigger's pixels. Images stored as bytes have values from 0 to 1"
+        1.0, description="value of the trigger's pixels. Images stored as bytes are scaled to values from 0 to 1"
     )
     columns: dict[str, float | str] = Field(
         default_factory=dict, description="trigger in tables: for each changed column, its new value or level"
@@ -212,7 +212,7 @@ class SameValue(Forgery):
     """
 
     kind: Literal["same-value"] = "same-value"
-    variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
+    variance: float = Field(0.1, gt=0, description="variance of the random number p (FLAME, VI-A)")
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return _normal(base[:, :1], self.variance, gens).expand_as(base).clone()
@@ -222,7 +222,7 @@ class SignFlip(Forgery):
     """-|p| times the received model (or the attacker's own message), with p ~ N(0, variance) (FLAME, V-D)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
-    variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
+    variance: float = Field(0.1, gt=0, description="variance of the random number p (FLAME, VI-A)")
     of: Literal["received", "own"] = Field(
         "received",
         description=(
@@ -257,7 +257,8 @@ class ModelReplacement(Forgery):
     scale: float | None = Field(
         None,
         gt=0,
-        description="factor on the trained change w - x (None: m, so that the forged model replaces the mean (Eq. 3))",
+        description="factor that multiplies the trained change w - x (None: m, so that the forged model replaces "
+        "the mean; Eq. 3)",
     )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
@@ -291,7 +292,9 @@ class ALIE(Forgery):
     sees_honest: ClassVar[bool] = True
     trains: ClassVar[bool] = True
     kind: Literal["alie"] = "alie"
-    z: float | None = Field(None, description="number of standard deviations (default: by the formula, from m and b)")
+    z: float | None = Field(
+        None, description="number of standard deviations (default: computed from m clients and b attackers)"
+    )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = benign if honest is None else honest
@@ -313,7 +316,10 @@ class IPM(Forgery):
     trains: ClassVar[bool] = True
     kind: Literal["ipm"] = "ipm"
     epsilon: float = Field(
-        0.1, gt=0, description="norm relative to the norm of the mean. Values above m / b - 1 reverse the mean"
+        0.1,
+        gt=0,
+        description="norm of the sent change, relative to the norm of the honest mean. Values above m / b - 1 (m "
+        "clients, b attackers) reverse the mean",
     )
 
     def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
@@ -399,13 +405,13 @@ class ForgedActivations(Attack):
     disguises: ClassVar[bool] = True
     send: Literal["same", "own"] = Field(
         "same",
-        description="send the same vector from all attackers, or give each attacker a coordinate of its own "
-        "(reused in turn if there are too few)",
+        description="send the same vector from all attackers, or give each attacker its own coordinate "
+        "(coordinates are reused if there are too few)",
     )
     length: float = Field(
         1000.0,
         gt=0,
-        description="value of the entries in the sent activations. Mean activations after log-softmax also "
+        description="value of the nonzero entry in the sent activations. Mean activations after log-softmax also "
         "contain a few entries of this size",
     )
 

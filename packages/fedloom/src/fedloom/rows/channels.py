@@ -83,16 +83,20 @@ class GaussianNoise(Channel):
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
-    clip: float = Field(1.0, gt=0, description="maximum norm before noise is added")
-    sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation in units of clip")
-    delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
+    clip: float = Field(1.0, gt=0, description="maximum norm of an upload before noise is added")
+    sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the noise, in units of clip")
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="delta for which epsilon is recorded (requires the extra 'privacy')"
+    )
     neighbours: Literal["replace", "zero"] = Field(
         "replace",
-        description="what epsilon protects: the replacement of one upload by another (sensitivity 2 clip), or "
-        "presence or absence of one upload (clip)",
+        description="what epsilon protects: the replacement of one upload by another (sensitivity 2 * clip), or "
+        "the presence or absence of an upload (sensitivity clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
-        "pld", description="accounting method: Renyi divergences, as in every deployment, or privacy losses (tighter)"
+        "pld",
+        description="accounting method: Renyi divergences, as in every deployment, or privacy loss distributions "
+        "(tighter)",
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 
@@ -119,7 +123,7 @@ class TopK(Channel):
     remembers: ClassVar[bool] = True
     kind: Literal["top-k"] = "top-k"
     fraction: float = Field(
-        0.01, gt=0, le=1, description="fraction k / D of the coordinates that are sent. k is at least 1"
+        0.01, gt=0, le=1, description="fraction k / D of the D coordinates that is sent, with k at least 1"
     )
     error_feedback: bool = Field(True, description="keep the unsent part of the upload for the next round")
 
@@ -142,7 +146,7 @@ class RandomK(Channel):
     remembers: ClassVar[bool] = True
     kind: Literal["random-k"] = "random-k"
     fraction: float = Field(
-        0.01, gt=0, le=1, description="fraction k / D of the coordinates that are sent. k is at least 1"
+        0.01, gt=0, le=1, description="fraction k / D of the D coordinates that is sent, with k at least 1"
     )
     error_feedback: bool = Field(False, description="keep the unsent part of the upload for the next round")
 
@@ -167,8 +171,8 @@ class QSGD(Channel):
         127,
         ge=1,
         lt=2**15,
-        description="s, number of positive quantization levels. A coordinate takes ceil(log2(2 s + 1)) bits, so 127 "
-        "takes 8 bits",
+        description="s, number of positive quantization levels. A coordinate takes ceil(log2(2 s + 1)) bits, so "
+        "s = 127 takes 8 bits",
     )
     error_feedback: bool = Field(False, description="keep the unsent part of the upload for the next round")
 

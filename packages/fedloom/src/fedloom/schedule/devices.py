@@ -51,8 +51,8 @@ class Stated(Devices, ABC):
     speed: float = Field(
         100.0, gt=0, description="number of training samples per second on a typical device, measured or stated"
     )
-    up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
-    down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
+    up: float = Field(1e6, gt=0, description="upload rate from a client to the server, in bytes per second")
+    down: float = Field(1e6, gt=0, description="download rate from the server to a client, in bytes per second")
     latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
     present: float = Field(1.0, gt=0, le=1, description="fraction of every period in which a client is available")
     period: float = Field(
@@ -96,7 +96,7 @@ class LogNormal(Stated):
     """Devices with log-normally distributed speeds: the typical speed times exp(spread z) for a standard normal z."""
 
     kind: ClassVar[str] = "lognormal"
-    spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
+    spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of the clients' speeds")
     slow: Slow = Field(
         "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
     )
@@ -121,11 +121,11 @@ class DeviceClass(Value):
     """Options of the devices in one class."""
 
     share: float = Field(
-        gt=0, le=1, description="fraction of the clients with this kind of device. All fractions sum to 1"
+        gt=0, le=1, description="fraction of the clients with this kind of device. The fractions of all kinds sum to 1"
     )
     speed: float = Field(100.0, gt=0, description="number of training samples per second")
-    up: float = Field(1e6, gt=0, description="bytes per second from a client to the server")
-    down: float = Field(1e6, gt=0, description="bytes per second from the server to a client")
+    up: float = Field(1e6, gt=0, description="upload rate from a client to the server, in bytes per second")
+    down: float = Field(1e6, gt=0, description="download rate from the server to a client, in bytes per second")
     latency: float = Field(0.05, ge=0, description="delay of every message, in seconds")
 
 
@@ -137,7 +137,7 @@ class Classes(Devices):
 
     kind: ClassVar[str] = "classes"
     classes: dict[str, DeviceClass] = Field(
-        min_length=1, description="kinds of devices by name: [devices.classes.NAME]"
+        min_length=1, description="kinds of devices, each in a table [devices.classes.NAME]"
     )
     slow: Slow = Field(
         "drawn", description="which clients have slow devices: clients drawn at random, or clients with rare labels"
@@ -193,14 +193,14 @@ class Trace(Devices):
     """
 
     kind: ClassVar[str] = "trace"
-    file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up, down")
+    file: str = Field(description="Parquet or CSV file (also .csv.gz) with the columns client, speed, up and down")
     period: float | None = Field(
-        None, gt=0, description="number of seconds after which the intervals repeat (default: never)"
+        None, gt=0, description="number of seconds after which the availability intervals repeat (default: never)"
     )
     draw: bool = Field(
         False,
         description="draw the clients' devices at random from a larger file. Otherwise each client gets the "
-        "device with the same client number",
+        "device with its own client number",
     )
 
     @model_validator(mode="after")

@@ -50,7 +50,7 @@ class OverSelection(Schedule):
     """
 
     kind: ClassVar[str] = "over-selection"
-    factor: float = Field(1.3, ge=1, description="number of clients drawn per upload that is used")
+    factor: float = Field(1.3, ge=1, description="number of clients drawn for each upload that is used")
 
     def enough(self, m: int) -> int:
         """Return the number of uploads that are used if ``m`` clients are drawn."""
@@ -72,7 +72,7 @@ class Stream(Schedule, ABC):
     )
     discount: Literal["polynomial", "hinge", "none"] = Field(
         "polynomial",
-        description="discount of an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 if s is at "
+        description="discount for an upload with staleness s. polynomial: (1 + s)^-power. hinge: 1 if s is at "
         "most hinge, otherwise 1 / (power (s - hinge) + 1)",
     )
     power: float = Field(0.5, ge=0, description="decay rate of the discount")
@@ -110,7 +110,9 @@ class Buffered(Stream):
     """FedBuff: a step uses the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
 
     kind: ClassVar[str] = "buffered"
-    buffer: int = Field(10, ge=1, description="K, number of uploads per server step (default: at most all clients)")
+    buffer: int = Field(
+        10, ge=1, description="K, number of uploads per server step (if not set: at most the number of clients)"
+    )
 
     @property
     def size(self) -> int:

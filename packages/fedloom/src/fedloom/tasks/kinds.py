@@ -254,7 +254,7 @@ class Regression(TaskKind):
     SSE / SST, where SST is the sum of squares around the client's own mean.
     """
 
-    outputs: int = Field(1, ge=1, description="number of real targets k")
+    outputs: int = Field(1, ge=1, description="number k of real-valued targets")
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return the squared error sum_j (o_j - y_j)^2 / k."""

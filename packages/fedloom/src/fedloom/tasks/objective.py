@@ -86,10 +86,12 @@ class Objective(Value):
     """
 
     loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
-    metrics: tuple[Measured, ...] = Field((), description="further metrics: names, or import paths of custom metrics")
+    metrics: tuple[Measured, ...] = Field(
+        (), description="additional metrics: names, or import paths of custom metrics"
+    )
     class_weights: Weights = Field(
         None,
-        description="weights of the classes in the training loss: 'balanced' at every client, a list, or a table",
+        description="class weights in the training loss: 'balanced' at every client, a list, or a table",
     )
     calibrate: bool = Field(
         False, description="recalibrate the models of a binary task at every client, on the client's validation part"
@@ -98,8 +100,8 @@ class Objective(Value):
     horizon: float | None = Field(
         None,
         gt=0,
-        description="time horizon: a survival task predicts whether the event occurs by this time. In the unit "
-        "of the times",
+        description="time horizon, in the unit of the times: a survival task predicts whether the event occurs "
+        "by this time",
     )
 
     @property

@@ -51,7 +51,8 @@ class Survival(TaskKind):
     horizon: float | None = Field(
         None,
         gt=0,
-        description="time horizon: the model predicts whether the event occurs by this time (None: only ranks)",
+        description="time horizon: the model predicts whether the event occurs by this time (None: it only ranks "
+        "samples)",
     )
 
     @property

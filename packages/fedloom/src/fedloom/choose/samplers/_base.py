@@ -128,9 +128,9 @@ class SizedSampler(Sampler, ABC):
         1.0,
         gt=0,
         le=1,
-        description="fraction of the clients in a round. The number of clients is max(round(fraction n), 1)",
+        description="fraction of all clients that take part in a round. Their number is max(round(fraction * n), 1)",
     )
-    clients: int | None = Field(None, ge=1, description="number of clients in a round. Replaces the fraction")
+    clients: int | None = Field(None, ge=1, description="number of clients per round (used instead of fraction)")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:

@@ -24,15 +24,15 @@ class Availability(SizedSampler):
 
     kind: ClassVar[str] = "availability"
     table: tuple[tuple[Literal[0, 1], ...], ...] | None = Field(
-        None, min_length=1, description="table of shape rounds x clients, with 1 if a client is present"
+        None, min_length=1, description="table of shape rounds x clients, with 1 where a client is present, otherwise 0"
     )
     period: int = Field(
         2,
         ge=1,
-        description="length of a cycle in rounds, if there is no table (default: at most the number of clients)",
+        description="number of rounds in a cycle, if there is no table (if not set: at most the number of clients)",
     )
     on: int = Field(
-        1, ge=1, description="number of rounds of a cycle in which a client is present, if there is no table"
+        1, ge=1, description="number of rounds per cycle in which a client is present, if there is no table"
     )
 
     @model_validator(mode="after")

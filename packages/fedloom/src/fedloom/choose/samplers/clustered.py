@@ -46,7 +46,9 @@ class Clustered(SizedSampler):
     distance: Distance = Field(
         "arccos", description="distance between gradients: the angle (as in the paper), or a norm"
     )
-    masses: Masses = Field("samples", description="client probabilities p_i: n_i / n (as in the paper), or 1 / n")
+    masses: Masses = Field(
+        "samples", description="client probabilities p_i: by samples, n_i / n (as in the paper), or equal, 1 / n"
+    )
 
     needs: ClassVar[Mapping[str, str]] = {"distance": "by similarity"}
 

@@ -57,23 +57,24 @@ class Partition(Value):
         default="own",
         description=(
             "source of test samples. own: the fraction `test` of the client's samples. ratio: "
-            "test_count official test samples in the client's training label ratio (FedSLR, section "
-            "5.1). clients: the official test samples of the client's own users (LEAF)"
+            "test_count official test samples, with labels in the same ratio as in the client's "
+            "training part (FedSLR, section 5.1). clients: the official test samples of the client's "
+            "own users (LEAF)"
         ),
     )
     test_count: int = Field(
-        default=100, ge=1, description="test samples per client when test_from is ratio (FedSLR: 100)"
+        default=100, ge=1, description="number of test samples per client if test_from is 'ratio' (FedSLR: 100)"
     )
     folds: int | None = Field(
         default=None,
         ge=2,
-        description="number of folds of a cross-validation. Seed s tests on fold s mod folds of the split of s "
-        "div folds",
+        description="number of cross-validation folds. Seed s tests on fold s mod folds of the split that is "
+        "drawn with seed s div folds",
     )
     max_train_per_client: int | None = Field(
         default=None, ge=1, description="maximum number of training samples kept per client (FedACS, Table 2: 50)"
     )
-    min_size: int = Field(default=1, ge=1, description="smallest number of samples per client")
+    min_size: int = Field(default=1, ge=1, description="minimum number of samples per client")
     pool: bool = Field(
         default=False,
         description="join the official training and test sets before the split. Otherwise all clients share the "

@@ -32,7 +32,7 @@ class Natural(Partition):
     )
     shuffle: bool = Field(
         default=True,
-        description="draw the natural clients of a group at random (false: consecutive ones (FLAME's code))",
+        description="draw the natural clients of a group at random (false: take consecutive ones, as in FLAME's code)",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -52,10 +52,12 @@ class ByColumn(Partition):
     kind: ClassVar[str] = "by-column"
     purpose: ClassVar[str] = "column"
     by_row: ClassVar[bool] = True
-    column: str = Field(description="name of the column")
-    clients: int | None = Field(default=None, ge=1, description="number of clients (None: one per value)")
+    column: str = Field(description="name of the column whose values define the clients")
+    clients: int | None = Field(default=None, ge=1, description="number of clients (None: one per column value)")
     per_client: int | None = Field(default=None, ge=1, description="number of column values per client")
-    shuffle: bool = Field(default=True, description="draw the values of a group at random (false: consecutive values)")
+    shuffle: bool = Field(
+        default=True, description="draw each client's column values at random (false: take consecutive values)"
+    )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Assign all samples with the same value to the same client."""
@@ -121,7 +123,7 @@ class Clusters(Partition):
     )
     per_class: int | tuple[int, ...] | None = Field(
         default=None,
-        description="number of samples per class at a client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even shares",
+        description="number of samples per class and client (MNIST: 800; CIFAR-100: 220, 160, 100). None: even shares",
     )
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ Below = Annotated[
     dict[str, Any],
     Field(
         default_factory=lambda: {"kind": "iid"},
-        description="the partition to which noise is added, a table with a kind",
+        description="partition to which the change is applied: a table with a `kind`",
     ),
 ]
 
@@ -40,21 +40,23 @@ class FeatureNoise(Sized):
     sigma_unit: Literal["variance", "std"] = Field(
         default="variance",
         description=(
-            "meaning of sigma. variance: sigma * i / m, i from 1 (paper). std: deviation sigma * i / "
-            "m of the normalized features, divided by the data set's std, i from 0 (FLAME's code)"
+            "meaning of sigma for client i of m. variance: noise variance sigma * i / m, with i from "
+            "1 (paper). std: noise deviation sigma * i / m in features that are normalized by the "
+            "data set's std, with i from 0 (FLAME's code)"
         ),
     )
     noise_draws: Literal["per-sample", "per-batch"] = Field(
         default="per-sample",
         description=(
-            "how often noise is drawn. per-sample: once per sample. per-batch: once per batch of a "
-            "step, as in FLAME's code, with fixed noise in validation and test samples and no noise "
-            "in passes over a whole training part"
+            "how often noise is drawn. per-sample: once per sample. per-batch: once per batch in "
+            "each step, as in FLAME's code. Validation and test samples then have fixed noise, and "
+            "passes over a whole training part have none"
         ),
     )
     base: dict[str, Any] = Field(
         default_factory=lambda: {"kind": "iid"},
-        description="partition before noise, a table with a kind. FLAME's code: {kind = 'iid', shuffle = false}",
+        description="partition to which noise is added: a table with a `kind`. FLAME's code: {kind = 'iid', "
+        "shuffle = false}",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -77,7 +79,7 @@ class LabelSwap(Sized):
     """
 
     kind: ClassVar[str] = "label-swap"
-    groups: int = Field(default=2, ge=1, description="number of groups (default: at most the number of clients)")
+    groups: int = Field(default=2, ge=1, description="number of groups (if not set: at most the number of clients)")
     base: Below
 
     def draw(self, pool: Pool, seed: int) -> Draw:
@@ -116,8 +118,8 @@ class Rotated(Sized):
         ge=1,
         le=4,
         description=(
-            "number of orientations: 1 is upright, 2 adds 180 degrees, 4 are all quarter turns "
-            "(default: as many as the number of clients and the image shape allow)"
+            "number of orientations: 1 is upright only, 2 adds 180 degrees, 4 covers all quarter "
+            "turns (default: as many as the number of clients and the image shape allow)"
         ),
     )
     inverted: bool = Field(default=False, description="add a copy of every orientation with inverted brightness")
@@ -161,26 +163,29 @@ class MixedSkew(Sized):
     kind: ClassVar[str] = "mixed"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     clients: int = Field(default=10, ge=2, description="number of clients")
-    ratio: float = Field(default=0.5, gt=0, lt=1, description="fraction of clients that the first partition serves")
+    ratio: float = Field(
+        default=0.5, gt=0, lt=1, description="fraction of the clients that belong to the first partition"
+    )
     labels_per_client: int = Field(
         default=2,
         ge=1,
-        description="number of labels per client in the first partition (default: the default of its kind)",
+        description="number of labels per client in the first partition (default: that partition's default)",
     )
     alpha: float = Field(
         default=0.5,
         gt=0,
-        description="concentration parameter of the second partition (default: the default of its kind)",
+        description="concentration parameter of the second partition (default: that partition's default)",
     )
     first_partition: dict[str, Any] | None = Field(
-        default=None, description="first partition, a table with a kind (None: shards)"
+        default=None, description="first partition: a table with a `kind` (None: shards)"
     )
     second_partition: dict[str, Any] | None = Field(
-        default=None, description="second partition, a table with a kind (None: quantity-skew)"
+        default=None, description="second partition: a table with a `kind` (None: quantity-skew)"
     )
     overlap: bool = Field(
         default=False,
-        description="let both partitions draw from all samples and let quantity-skew clients overlap (FLAME's code)",
+        description="let both partitions draw from all samples, and let quantity-skew clients share samples "
+        "(FLAME's code)",
     )
 
     @model_validator(mode="after")

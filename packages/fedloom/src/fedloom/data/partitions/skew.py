@@ -34,8 +34,8 @@ class Iid(Sized):
     shuffle: bool = Field(
         default=True,
         description=(
-            "shuffle samples before the split (false: contiguous blocks in the source's order "
-            "(FLAME's code; label skew in a sorted source))"
+            "shuffle samples before the split. If false, clients get contiguous blocks in the "
+            "source's order (FLAME's code; skews labels if the source is sorted)"
         ),
     )
 
@@ -51,11 +51,14 @@ class QuantitySkew(Sized):
 
     kind: ClassVar[str] = "quantity-skew"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
-    alpha: float = Field(default=0.5, gt=0, description="concentration parameter, beta in FLAME (Table III: 0.5)")
+    alpha: float = Field(
+        default=0.5, gt=0, description="concentration parameter, called beta in FLAME (Table III: 0.5)"
+    )
     overlap: bool = Field(
         default=False,
         description=(
-            "draw every client's samples from all samples, so that clients overlap (FLAME's code, with min_size 100)"
+            "draw every client's samples from all samples, so that clients can share samples "
+            "(FLAME's code, with min_size 100)"
         ),
     )
 
@@ -87,10 +90,11 @@ class Shards(Sized):
     assignment: Literal["labels", "mcmahan", "flame"] = Field(
         default="labels",
         description=(
-            "assignment of labels. labels: exactly q classes per client, and the clients of a class "
-            "share it evenly (NIID-Bench). mcmahan: q of clients * q shards of the label-sorted "
-            "samples. flame: q of ceil(q * clients / C) shards per class, so that a class may repeat "
-            "and some shards stay unused"
+            "how labels are assigned. labels: each client has exactly q classes, and each class is "
+            "shared evenly among its clients (NIID-Bench). mcmahan: each client gets q of clients * "
+            "q shards of the label-sorted samples. flame: each client gets q shards, and each class "
+            "has ceil(q * clients / C) shards, so that a client's class may repeat and some shards "
+            "stay unused"
         ),
     )
 
@@ -160,11 +164,11 @@ class FemnistFedProx(Sized):
     labels_per_client: int = Field(default=3, ge=1, description="number of classes per client (FedProx on FEMNIST: 3)")
     mean: float = Field(
         default=4.0,
-        description="mean of the logarithm of a client's size (default: depends on the number of samples, lower "
-        "if there are few)",
+        description="mean of the logarithm of client sizes (default: depends on the number of samples, and is "
+        "lower if there are few)",
     )
-    std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a client's size")
-    extra: int = Field(default=5, ge=0, description="number of samples that every client gets in addition")
+    std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of client sizes")
+    extra: int = Field(default=5, ge=0, description="number of additional samples for every client")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Draw the sizes, and assign the next samples of each user's classes."""
@@ -216,12 +220,14 @@ class Dirichlet(Sized):
     kind: ClassVar[str] = "dirichlet"
     aliases: ClassVar[Mapping[str, str]] = {"beta": "alpha"}
     alpha: float = Field(
-        default=0.5, gt=0, description="concentration parameter, beta in FLAME and NIID-Bench (FLAME 0.5, FedSLR 0.1)"
+        default=0.5,
+        gt=0,
+        description="concentration parameter, called beta in FLAME and NIID-Bench (FLAME: 0.5, FedSLR: 0.1)",
     )
     by: Literal["class", "client", "prior"] = Field(
         default="class",
-        description="what each Dirichlet draw is for. class: the samples of a class among the clients. client or "
-        "prior: the classes of a client",
+        description="what each Dirichlet draw determines. class: how a class's samples are divided among the "
+        "clients. client or prior: the class proportions of a client",
     )
     balanced: bool = Field(
         default=False,
@@ -229,11 +235,13 @@ class Dirichlet(Sized):
         "(NIID-Bench's code)",
     )
     size_std: float = Field(
-        default=0.0, ge=0, description="with by = client or prior: sigma of log-normal sizes (0: equal sizes (FedSLR))"
+        default=0.0,
+        ge=0,
+        description="with by = client or prior: sigma of the log-normal client sizes (0: equal sizes, as in FedSLR)",
     )
     overlap: bool = Field(
         default=False,
-        description="draw every client's samples from all samples, so that clients overlap (FLAME's code)",
+        description="draw every client's samples from all samples, so that clients can share samples (FLAME's code)",
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:

@@ -42,21 +42,25 @@ class _Header(NamedTuple):
 class _Arrays(SampleSource):
     task: Literal["classification", "binary", "multilabel", "regression", "survival", "count"] | None = Field(
         default=None,
-        description="task (default: classification if y has whole numbers); multilabel: y is 0 or 1 [N, labels]",
+        description="task (default: classification if y contains whole numbers). multilabel: y has shape [N, "
+        "labels] and contains 0 and 1",
     )
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted from samples (from pixels in [0, 1], if they are bytes)"
+        default=None, description="number subtracted from samples (for bytes: from pixels in [0, 1])"
     )
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
+    std: tuple[float, ...] | None = Field(
+        default=None, description="divisor for samples, applied after the subtraction"
+    )
     layout: Layout | None = Field(
         default=None,
-        description="layout of x: 'sequence' if x is [N, time, features]. Arrays [N, height, width] are images",
+        description="layout of x. 'sequence': x has shape [N, time, features]. Otherwise, arrays of shape [N, "
+        "height, width] are images",
     )
     vocabulary: int | None = Field(
         default=None,
         ge=2,
-        description="vocabulary size, if x contains tokens [N, length]. Tokens are below this size, with 0 for "
-        "padding at the end",
+        description="vocabulary size, if x contains tokens and has shape [N, length]. Tokens are below this "
+        "size, and 0 is padding at the end",
     )
 
 
@@ -116,7 +120,9 @@ class Npz(_Arrays):
     """
 
     channels_last: bool | None = Field(
-        default=None, description="x is [N, height, width, channels] (default: an error if the shape suggests it)"
+        default=None,
+        description="whether x has shape [N, height, width, channels] (default: raise an error if the shape "
+        "suggests it)",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

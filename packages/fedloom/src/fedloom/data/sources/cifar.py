@@ -44,7 +44,9 @@ class Cifar10(FileSource):
     mean: tuple[float, ...] | None = Field(
         default=(0.5,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction (FLAME)")
+    std: tuple[float, ...] | None = Field(
+        default=(0.5,), description="divisor for pixels, applied after the subtraction (FLAME)"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. The test batch is the official test set."""
@@ -56,7 +58,9 @@ class Cifar100(FileSource):
     """CIFAR-100: 50,000 + 10,000 color images of 32x32 pixels in a hundred (fine) classes."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
+    std: tuple[float, ...] | None = Field(
+        default=(0.5,), description="divisor for pixels, applied after the subtraction"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images with their fine labels. The test file is the official test set."""

@@ -50,7 +50,7 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 class Embedded(Source):
     """Small table that comes with scikit-learn. It is scaled with each client's training part."""
 
-    set: Name = Field(default="breast_cancer", description="name of one of scikit-learn's embedded data sets")
+    set: Name = Field(default="breast_cancer", description="name of a data set that is included in scikit-learn")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the table as a classification, binary (breast_cancer) or regression (diabetes, linnerud) task."""

@@ -31,7 +31,9 @@ class Mnist(FileSource):
     """MNIST: 60,000 + 10,000 gray images of handwritten digits with 28x28 pixels."""
 
     mean: tuple[float, ...] | None = Field(default=(0.1307,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.3081,), description="divisor of pixels after the subtraction")
+    std: tuple[float, ...] | None = Field(
+        default=(0.3081,), description="divisor for pixels, applied after the subtraction"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all 70,000 images. The last 10,000 are the official test set."""
@@ -46,7 +48,7 @@ class FashionMnist(FileSource):
         default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
     std: tuple[float, ...] | None = Field(
-        default=(0.3081,), description="divisor of pixels after the subtraction (FLAME)"
+        default=(0.3081,), description="divisor for pixels, applied after the subtraction (FLAME)"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

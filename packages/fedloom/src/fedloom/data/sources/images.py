@@ -153,7 +153,7 @@ class ImageFolder(SampleSource):
         description="resize images to side x side pixels (default: all images must have the same size)",
     )
     mean: tuple[float, ...] | None = Field(default=None, description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of pixels after the subtraction")
+    std: tuple[float, ...] | None = Field(default=None, description="divisor for pixels, applied after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. Those below a folder `test` or `val` are the official test set."""
@@ -192,7 +192,9 @@ class MedicalMnist(FileSource):
     mean: tuple[float, ...] | None = Field(
         default=(0.3,), description="number subtracted from pixels in [0, 1] (FLAME)"
     )
-    std: tuple[float, ...] | None = Field(default=(0.3,), description="divisor of pixels after the subtraction (FLAME)")
+    std: tuple[float, ...] | None = Field(
+        default=(0.3,), description="divisor for pixels, applied after the subtraction (FLAME)"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all images. There is no official test set."""
@@ -216,7 +218,9 @@ class TinyImagenet(FileSource):
     """Tiny-ImageNet: 200 classes with 500 training and 50 validation images each, 64x64 color (CS231n, Stanford)."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
-    std: tuple[float, ...] | None = Field(default=(0.5,), description="divisor of pixels after the subtraction")
+    std: tuple[float, ...] | None = Field(
+        default=(0.5,), description="divisor for pixels, applied after the subtraction"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the training and validation images.

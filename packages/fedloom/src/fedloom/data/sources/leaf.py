@@ -181,12 +181,12 @@ class Leaf(FileSource):
     files, too.
     """
 
-    inside: str = Field(default="", description="prefix of the files to read, as a path in the folder or archive")
+    inside: str = Field(default="", description="path prefix of the files to read, relative to the folder or archive")
     shape: tuple[int, ...] | None = Field(
         default=None, description="shape of one sample (default: the length of a row)"
     )
     pixels: bool = Field(
-        default=False, description="store features as bytes. Requires that every feature is k/255 with a whole number k"
+        default=False, description="store features as bytes. Requires that every feature is k/255 for a whole number k"
     )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
@@ -206,8 +206,8 @@ class Femnist(FileSource):
     subset: Literal["all", "digits", "letters"] = Field(
         default="all",
         description=(
-            "classes to read. all: 62 classes (0-9 A-Z a-z). digits: 0-9. letters: a to j as 0..9, "
-            "as in FedProx's sampler (FIAELT)"
+            "classes to read. all: 62 classes (0-9 A-Z a-z). digits: 0-9. letters: a to j, numbered "
+            "0..9, as in FedProx's sampler (FIAELT)"
         ),
     )
 

@@ -227,22 +227,28 @@ class HubData(Source):
     This source connects to the hub, because the user has asked for it by name.
     """
 
-    name: str = Field(min_length=1, description="owner/name on the hub")
+    name: str = Field(min_length=1, description="name on the Hugging Face Hub, as owner/name")
     config: str | None = Field(default=None, description="configuration of the data set, if it has several")
     train: str = Field(default="train", description="split of the data set used for training")
     test: str | None = Field(
         default="test", description="split of the data set used as the official test set, if it exists"
     )
-    x: str | None = Field(default=None, description="column of the features (default: the first image or array column)")
-    y: str | None = Field(default=None, description="column of the target (default: label, labels or fine_label)")
+    x: str | None = Field(
+        default=None, description="column that contains the features (default: the first image or array column)"
+    )
+    y: str | None = Field(
+        default=None, description="column that contains the target (default: label, labels or fine_label)"
+    )
     client_column: str | None = Field(
-        default=None, description="column with the client of each sample (writer_id, ...)"
+        default=None, description="column that identifies the client of each sample, such as writer_id"
     )
     task: Literal["classification", "regression"] = Field(default="classification", description="type of y")
     mean: tuple[float, ...] | None = Field(
-        default=None, description="number subtracted from samples (from pixels in [0, 1], if they are images)"
+        default=None, description="number subtracted from samples (for images: from pixels in [0, 1])"
     )
-    std: tuple[float, ...] | None = Field(default=None, description="divisor of samples after the subtraction")
+    std: tuple[float, ...] | None = Field(
+        default=None, description="divisor for samples, applied after the subtraction"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the training and test splits.

@@ -29,25 +29,25 @@ class Synthetic(Source):
     100, factor = 5, test = 0.25.
     """
 
-    alpha: float = Field(default=0.0, ge=0, description="difference between the models (FedProx: 0, 0.5, 1)")
-    beta: float = Field(default=0.0, ge=0, description="difference between the features (FedProx: 0, 0.5, 1)")
+    alpha: float = Field(default=0.0, ge=0, description="how much the clients' models differ (FedProx: 0, 0.5, 1)")
+    beta: float = Field(default=0.0, ge=0, description="how much the clients' features differ (FedProx: 0, 0.5, 1)")
     iid: bool = Field(default=False, description="use the same model and the same feature distribution for all clients")
     spread_unit: Literal["std", "variance"] = Field(
         default="std",
         description="meaning of alpha and beta. std: standard deviations (authors' code). variance: variances "
         "(the paper's text)",
     )
-    clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx 30, pFedMe 100)")
-    factor: int = Field(default=1, ge=1, description="factor by which every client's size is multiplied (pFedMe 5)")
+    clients: int = Field(default=30, ge=1, description="number of natural clients (FedProx: 30, pFedMe: 100)")
+    factor: int = Field(default=1, ge=1, description="factor by which every client's size is multiplied (pFedMe: 5)")
     test: float = Field(
         default=0.1,
         gt=0,
         lt=1,
-        description="fraction of a user's samples that form the official test part (pFedMe 0.25)",
+        description="fraction of a user's samples that form the official test part (pFedMe: 0.25)",
     )
     features: int = Field(default=60, ge=1, description="number of features per sample")
     classes: int = Field(default=10, ge=2, description="number of classes")
-    seed: int = Field(default=0, ge=0, description="seed of the data set itself (the authors' generator has none)")
+    seed: int = Field(default=0, ge=0, description="seed for generating the data set (the authors' generator has none)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Generate the data set with its seed."""

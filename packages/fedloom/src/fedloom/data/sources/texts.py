@@ -35,15 +35,17 @@ TEXT_FIELD_INDEX = 4
 class Texts(FileSource):
     """Texts in a CSV or Parquet table, each with a class. A column may contain the client of each text."""
 
-    text: str = Field(description="column with the texts")
-    target: str | None = Field(default=None, description="column with the classes (default: the last column)")
-    client_column: str | None = Field(default=None, description="column with the client of each text")
+    text: str = Field(description="name of the text column")
+    target: str | None = Field(default=None, description="name of the class column (default: the last column)")
+    client_column: str | None = Field(default=None, description="name of the column that identifies each text's client")
     separator: str = Field(
         default=",", min_length=1, max_length=1, description="character that separates the cells of a CSV file"
     )
-    level: Level = Field(default="word", description="kind of token: a word or punctuation mark, or a single character")
+    level: Level = Field(
+        default="word", description="what counts as a token: a word or punctuation mark, or an individual character"
+    )
     length: int = Field(
-        default=64, ge=1, description="maximum number of tokens per text: first words, or last characters"
+        default=64, ge=1, description="maximum number of tokens per text: the first words, or the last characters"
     )
     tokens: int = Field(
         default=10_000, ge=3, description="maximum size of the vocabulary, which contains the most frequent tokens"
@@ -162,7 +164,7 @@ class Shakespeare(FileSource):
     length: int | None = Field(
         default=None,
         ge=1,
-        description="maximum number of characters per text, counted from the end (default: all (LEAF: 80))",
+        description="maximum number of characters per text, counted from the end (default: all characters; LEAF: 80)",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -222,12 +224,12 @@ class Docstrings(Source):
     length: int = Field(default=64, ge=2, description="number of characters per sample")
     max_characters: int = Field(default=4000, ge=2, description="maximum number of characters kept per module")
     min_characters: int = Field(
-        default=1000, ge=2, description="smallest number of characters of a module. Smaller modules are left out"
+        default=1000, ge=2, description="minimum module size in characters. Smaller modules are left out"
     )
     modules: Literal["all", "even", "odd"] = Field(
         default="all",
-        description="which modules to use, by their place in the list sorted by name. The vocabulary covers all "
-        "modules",
+        description="which modules to use, by their position in the list sorted by name. The vocabulary covers "
+        "all modules",
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

@@ -32,7 +32,9 @@ class AgreedColumn(Value):
     """Column in the document of an agreement."""
 
     name: str = Field(description="column name in the header")
-    type: Literal["number", "level"] = Field("number", description="number: a measured value. level: one of the levels")
+    type: Literal["number", "level"] = Field(
+        "number", description="column type. number: a measured value. level: one of a list of levels"
+    )
     unit: str = Field("", description="unit of a numeric column")
     levels: tuple[str, ...] = Field((), description="all levels that may occur")
     range: tuple[float, float] | None = Field(
@@ -83,38 +85,45 @@ class Agreement(Value):
     site.
     """
 
-    target: str | None = Field(None, description="name of the target column (default: the choice of the source)")
-    event: str | None = Field(None, description="column with the events, if the target is a time to an event")
+    target: str | None = Field(
+        None, description="name of the target column (default: the one chosen by the data source)"
+    )
+    event: str | None = Field(None, description="column that marks events, if the target is the time to an event")
     task: Task = Field("binary", description="classification, binary, multilabel, regression, survival or count")
     classes: tuple[str, ...] = Field(
         (), description="all classes that may occur, or the label columns. Empty if targets are numbers"
     )
     centre: float = Field(0.0, description="number subtracted from the regression target")
-    divisor: float = Field(1.0, gt=0, description="divisor of the regression target after the subtraction")
+    divisor: float = Field(1.0, gt=0, description="divisor for the regression target, applied after the subtraction")
     target_range: tuple[float, float] | None = Field(
         None, description="smallest and largest plausible target or time, for analyses that sum over sites"
     )
-    missing: tuple[str, ...] = Field((), description="additional cell values that mean missing")
+    missing: tuple[str, ...] = Field((), description="additional cell values that count as missing")
     impute: bool = Field(True, description="whether each site fills missing cells, based on its training rows")
-    patients: int = Field(1, ge=1, description="smallest number of rows at a participating site")
-    events: int = Field(0, ge=0, description="smallest number of rows of each class at a participating site")
+    patients: int = Field(1, ge=1, description="minimum number of rows at a participating site")
+    events: int = Field(0, ge=0, description="minimum number of rows of each class at a participating site")
     subject: str | None = Field(
-        None, description="column that identifies the subject of a row. All minimum numbers of rows then count subjects"
+        None,
+        description="column that identifies the subject of a row. All minimum numbers of rows then apply to subjects",
     )
     order: str | None = Field(
-        None, description="column with the time of each row. Earlier rows are training rows, later rows are test rows"
+        None,
+        description="column that contains the time of each row. Earlier rows are training rows, later rows are "
+        "test rows",
     )
-    strata: tuple[str, ...] | None = Field(None, description="columns whose proportions splits preserve at every site")
+    strata: tuple[str, ...] | None = Field(
+        None, description="columns whose value proportions are preserved by splits at every site"
+    )
     test_column: str | None = Field(None, description="column that marks the rows of the test part")
-    test_levels: tuple[str, ...] | None = Field(None, description="levels of test_column that mark the test part")
+    test_levels: tuple[str, ...] | None = Field(None, description="values of test_column that mark the test part")
     test_since: float | str | None = Field(
-        None, description="first number or date of order that belongs to the test part"
+        None, description="first number or date in the `order` column that belongs to the test part"
     )
     level_rows: int = Field(
-        5, ge=1, description="smallest number of rows of a listed level. Rarer levels count as missing cells"
+        5, ge=1, description="minimum number of rows of each listed level. Rarer levels count as missing cells"
     )
     column: tuple[AgreedColumn, ...] = Field(
-        min_length=1, description="columns used for features and columns used for scores"
+        min_length=1, description="columns that are used as features or for scores"
     )
 
     @model_validator(mode="after")

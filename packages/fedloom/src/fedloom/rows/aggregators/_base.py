@@ -31,7 +31,7 @@ class ClipRows(Value):
     """
 
     kind: Literal["clip"] = "clip"
-    bound: float = Field(10.0, gt=0, description="maximum norm of a client's concatenated fields")
+    bound: float = Field(10.0, gt=0, description="maximum norm of a client's upload, over all fields together")
 
     def rows(self, m: int) -> int:
         """Return the number of rows after the transformation of m rows."""
@@ -50,7 +50,7 @@ class Bucketing(Value):
     """
 
     kind: Literal["bucketing"] = "bucketing"
-    s: PositiveInt = Field(2, description="number of rows per group (section 6: 2)")
+    s: PositiveInt = Field(2, description="number of vectors per group (2 in section 6)")
 
     def rows(self, m: int) -> int:
         """Return the number of rows after the transformation of m rows."""
@@ -110,7 +110,9 @@ class Aggregator(Value, ABC):
     The state is a dict of tensors, which checkpoints include. It is empty for a stateless rule.
     """
 
-    pre: tuple[Pre, ...] = Field((), description="transformations applied to the rows before the rule, in this order")
+    pre: tuple[Pre, ...] = Field(
+        (), description="transformations applied to the vectors before the rule, in this order"
+    )
 
     weighted: ClassVar[bool] = False
     """True if the rule uses the aggregation weights."""

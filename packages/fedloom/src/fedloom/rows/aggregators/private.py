@@ -24,17 +24,22 @@ class PrivateMean(Aggregator):
     """
 
     kind: Literal["private-mean"] = "private-mean"
-    clip: float = Field(1.0, gt=0, description="maximum norm of a client's differences, over all fields together")
-    sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the sum in units of clip")
-    delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
+    clip: float = Field(1.0, gt=0, description="maximum norm of a client's change, over all fields together")
+    sigma: float = Field(
+        1.0, ge=0, description="noise multiplier: standard deviation of the noise in the sum, in units of clip"
+    )
+    delta: float | None = Field(
+        None, gt=0, lt=1, description="delta for which epsilon is recorded (requires the extra 'privacy')"
+    )
     neighbours: Literal["replace", "zero"] = Field(
         "zero",
-        description="what epsilon protects: presence or absence of one upload (sensitivity clip), or the "
-        "replacement of one upload by another (2 clip)",
+        description="what epsilon protects: the presence or absence of an upload (sensitivity clip), or the "
+        "replacement of one upload by another (sensitivity 2 * clip)",
     )
     accountant: Literal["rdp", "pld"] = Field(
         "pld",
-        description="accounting method: Renyi divergences, as in every deployment, or privacy losses (tighter)",
+        description="accounting method: Renyi divergences, as in every deployment, or privacy loss distributions "
+        "(tighter)",
     )
     needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 

@@ -56,7 +56,7 @@ class MultiKrum(Aggregator):
         ge=0,
         description="number of Byzantine clients per cohort (default: 1, or 0 if the cohort is too small for 1)",
     )
-    k: PositiveInt | None = Field(None, description="number of rows to average (None: m - f)")
+    k: PositiveInt | None = Field(None, description="number of vectors to average (None: m - f of m vectors)")
     squared: bool = Field(True, description="use squared distances for the scores, as in the paper")
 
     def require(self, m: int) -> None:
@@ -147,7 +147,7 @@ class FLTrust(Aggregator):
     """
 
     kind: Literal["fltrust"] = "fltrust"
-    root: int = Field(0, ge=0, description="number of the trusted client")
+    root: int = Field(0, ge=0, description="index of the trusted client")
 
     @model_validator(mode="after")
     def _sees_the_root(self) -> Self:

@@ -51,7 +51,7 @@ class TrimmedMean(Aggregator):
 
     kind: Literal["trimmed-mean"] = "trimmed-mean"
     f: int = Field(
-        1, ge=0, description="number of rows dropped at each end (default: 1, or 0 if the cohort is too small for 1)"
+        1, ge=0, description="number of values dropped at each end (default: 1, or 0 if the cohort is too small for 1)"
     )
 
     def require(self, m: int) -> None:
@@ -99,7 +99,7 @@ class CenteredClipping(Aggregator):
 
     weighted: ClassVar[bool] = True
     kind: Literal["centered-clipping"] = "centered-clipping"
-    tau: float = Field(10.0, gt=0, description="clipping radius (section 6: 10)")
+    tau: float = Field(10.0, gt=0, description="clipping radius (10 in section 6)")
     iterations: PositiveInt = Field(1, description="iterations L (section 6: 1)")
 
     def combine(self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> Result:

@@ -21,7 +21,7 @@ class L1(Value):
     convex: ClassVar[bool] = True
     makes: ClassVar[Form] = "sparse"
     kind: Literal["l1"] = "l1"
-    c: float = Field(0.01, ge=0, description="weight of the norm (FedDR, section 5)")
+    c: float = Field(0.01, ge=0, description="weight of the norm penalty (FedDR, section 5)")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return self.c * total(x.abs())
@@ -35,7 +35,7 @@ class L2(Value):
 
     convex: ClassVar[bool] = True
     kind: Literal["l2"] = "l2"
-    c: float = Field(0.01, ge=0, description="weight of the norm")
+    c: float = Field(0.01, ge=0, description="weight of the norm penalty")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return self.c * total(x.square()).sqrt()
@@ -82,7 +82,7 @@ class Linf(Value):
 
     convex: ClassVar[bool] = True
     kind: Literal["linf"] = "linf"
-    c: float = Field(0.01, ge=0, description="weight of the norm")
+    c: float = Field(0.01, ge=0, description="weight of the norm penalty")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         return self.c * x.abs().amax(-1, keepdim=x.dim() > 1)
@@ -102,7 +102,7 @@ class GroupL1(Value):
     convex: ClassVar[bool] = True
     makes: ClassVar[Form] = "sparse"
     kind: Literal["group-l1"] = "group-l1"
-    c: float = Field(0.01, ge=0, description="weight of the norm")
+    c: float = Field(0.01, ge=0, description="weight of the norm penalty")
     by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="which parameters form a group")
     scaled: bool = Field(
         False, description="weight each group by s_g = sqrt(size of the group) (Yuan and Lin, Eq. 2.1) instead of 1"

@@ -105,7 +105,9 @@ class HalfSpace(ConvexSet):
     """Half-space {<a, x> <= b}. The projection is v - a max(<a, v> - b, 0) / ||a||^2 (Parikh and Boyd, 6.2.3)."""
 
     kind: Literal["half-space"] = "half-space"
-    a: tuple[float, ...] = Field(description="normal vector: one number per scalar, or one number for all")
+    a: tuple[float, ...] = Field(
+        description="normal vector: one number per coordinate, or one number for all coordinates"
+    )
     b: float = Field(description="bound")
 
     @model_validator(mode="after")

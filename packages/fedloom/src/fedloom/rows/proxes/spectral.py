@@ -28,7 +28,7 @@ class Nuclear(Value):
     convex: ClassVar[bool] = True
     makes: ClassVar[Form] = "lowrank"
     kind: Literal["nuclear"] = "nuclear"
-    c: float = Field(1e-4, ge=0, description="weight of the norm (lambda of FedSLR, section 5)")
+    c: float = Field(1e-4, ge=0, description="weight of the nuclear norm penalty (lambda in FedSLR, section 5)")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
         spectra = [spectrum(w) for w in _layers(self, layout).matrices(x).values()]

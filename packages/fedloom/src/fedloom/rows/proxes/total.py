@@ -69,11 +69,11 @@ class Total(Value):
     """
 
     kind: Literal["total"] = "total"
-    parts: tuple[Part, ...] = Field(min_length=1, description="terms of the sum: values, or tables with a kind")
+    parts: tuple[Part, ...] = Field(min_length=1, description="terms of the sum: objects, or tables with a `kind`")
     tolerance: float = Field(
-        1e-6, gt=0, description="maximum distance between the points of the terms, relative to 1 + ||x||"
+        1e-6, gt=0, description="tolerance for the distance between the terms' points, relative to 1 + ||x||"
     )
-    iterations: int = Field(20_000, ge=1, description="maximum number of iterations of the splitting")
+    iterations: int = Field(20_000, ge=1, description="maximum number of iterations of the splitting method")
 
     @model_validator(mode="after")
     def _one_nonconvex(self) -> Self:

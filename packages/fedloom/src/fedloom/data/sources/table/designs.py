@@ -41,26 +41,28 @@ class DesignOptions(FileSource):
     subject: str | None = Field(
         default=None,
         description="column that identifies the subject of a row, such as a patient. It is not a feature, and "
-        "all rows of a subject are in one part of every split",
+        "all rows of a subject are in the same part of every split",
     )
     order: str | None = Field(
         default=None,
-        description="column of numbers or dates that orders the rows. Earlier rows are training rows, later rows "
-        "are test rows. It is not a feature",
+        description="column of numbers or dates by which rows are ordered. Earlier rows are training rows, later "
+        "rows are test rows. The column is not a feature",
     )
     strata: tuple[str, ...] = Field(
         default=(),
-        description="columns whose proportions splits and folds preserve. They can be features or the target",
+        description="columns whose value proportions are preserved by splits and folds. They can be features or "
+        "the target",
     )
     test_column: str | None = Field(
         default=None,
         description="column that marks the rows of the test part (1, true, yes or test). It is not a feature",
     )
     test_levels: tuple[str, ...] = Field(
-        default=(), description="levels of test_column that mark the test part, such as a hospital's name or a year"
+        default=(), description="values of test_column that mark the test part, such as a hospital's name or a year"
     )
     test_since: float | str | None = Field(
-        default=None, description="first number or date of `order` that belongs to the test part, such as 2024-09-01"
+        default=None,
+        description="first number or date in the `order` column that belongs to the test part, such as 2024-09-01",
     )
 
     @field_validator("test_since", mode="before")

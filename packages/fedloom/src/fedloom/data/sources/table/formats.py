@@ -94,9 +94,9 @@ class Excel(LibraryTable):
     """Sheet of an Excel file (.xlsx, .xlsm) with a header row."""
 
     sheet: str | int | None = Field(
-        default=None, description="name of the sheet, or its number from 1 (default: the only one)"
+        default=None, description="name of the sheet, or its number, counted from 1 (default: the only sheet)"
     )
-    header: bool = Field(default=True, description="true if the first row names the columns")
+    header: bool = Field(default=True, description="whether the first row names the columns")
     skip: int = Field(default=0, ge=0, description="number of rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
@@ -142,8 +142,8 @@ class Statistics(LibraryTable):
     """
 
     labels: bool = Field(default=True, description="use value labels as levels")
-    catalog: str | None = Field(default=None, description="file of value labels (.sas7bcat) of a .sas7bdat file")
-    encoding: str | None = Field(default=None, description="text encoding (default: as the file states)")
+    catalog: str | None = Field(default=None, description="file with the value labels (.sas7bcat) for a .sas7bdat file")
+    encoding: str | None = Field(default=None, description="text encoding (default: the encoding stated in the file)")
 
     def read_file(self, place: Path) -> LoadedTable:
         """Read the table in a file, with its labels and declared missing values."""

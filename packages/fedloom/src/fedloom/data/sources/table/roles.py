@@ -21,12 +21,12 @@ class TableRoles(DesignOptions):
     )
     event: str | None = Field(
         default=None,
-        description="column with 1 for an event and 0 for censoring. The target column then contains times",
+        description="column that contains 1 for an event and 0 for censoring. The target column then contains times",
     )
     event_levels: tuple[str, ...] = Field(
         default=(),
         description="values of the event column that count as an event. All other values count as censored "
-        "(default: 1 and 0)",
+        "(default: 1 is an event, 0 is censored)",
     )
     task: Literal["auto", "binary", "classification", "multilabel", "regression", "survival", "count"] = Field(
         default="auto",
@@ -36,59 +36,65 @@ class TableRoles(DesignOptions):
         ),
     )
     categorical: tuple[str, ...] = Field(
-        default=(), description="columns of codes or text. Each level becomes one feature"
+        default=(), description="columns that contain codes or text. Each level becomes one feature"
     )
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     include: tuple[str, ...] = Field(
-        default=(), description="columns to keep as features although they number the rows or contain names of people"
+        default=(), description="columns to keep as features even if they number the rows or contain people's names"
     )
     client_column: str | None = Field(
-        default=None, description="column with the client of each row. It is not a feature"
+        default=None, description="column that identifies the client of each row. It is not a feature"
     )
     columns: tuple[str, ...] = Field(
         default=(), description="columns by which a partition may split. They can be features too"
     )
     group_columns: tuple[str, ...] = Field(
-        default=(), description="columns for scores by group. They can be features too, unless drop names them"
+        default=(), description="columns by which scores are grouped. They can be features too, unless drop names them"
     )
     missing: tuple[str, ...] = Field(
         default=(),
         description=(
-            "additional cell values that mean missing, besides empty cells, ? and pandas' markers except None"
+            "additional cell values that count as missing, besides empty cells, ? and pandas' markers except None"
         ),
     )
     impute: bool = Field(
-        default=False, description="allow missing cells. Each client fills them from its training part"
+        default=False, description="allow missing cells. Each client fills them based on its training part"
     )
     unlabelled: Literal["refuse", "drop", "keep"] = Field(
         default="refuse",
         description=(
-            "treatment of rows without a target or client: raise an error, or leave the rows out. In a multilabel "
-            "task, 'keep' keeps rows with some known labels"
+            "what to do with rows that have no target or client: raise an error, or leave the rows "
+            "out. In a multilabel task, 'keep' keeps rows with some known labels"
         ),
     )
-    scale: bool = Field(default=True, description="center and scale numeric columns by each client's training part")
+    scale: bool = Field(
+        default=True, description="center and scale numeric columns, based on each client's training part"
+    )
     centre: float = Field(default=0.0, description="number subtracted from the regression target")
     unit: float = Field(
         default=1.0,
         gt=0,
-        description="divisor of the regression target after the subtraction. Errors are in units of this divisor",
+        description="divisor for the regression target, applied after the subtraction. Errors are in units of "
+        "this divisor",
     )
     agreement: Annotated[
         Agreement | None,
         BeforeValidator(agreement_of),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
-    ] = Field(default=None, description="agreement on the meaning of the columns at every site: a path, or its keys")
+    ] = Field(
+        default=None, description="agreement between the sites on the meaning of the columns: a path, or its keys"
+    )
     factors: dict[str, float | dict[str, float]] = Field(
         default={},
-        description="factors that convert columns to the agreed units. With client_column, tables of factors by client",
+        description="factors that convert columns to the agreed units. With client_column, a factor can be a "
+        "table of factors by client",
     )
 
     days_since: dict[str, str] = Field(
         default={},
         description=(
-            "date columns to use as features: days since another date column, or since a fixed date, "
-            "such as { admission = 'birth_date' }"
+            "date columns to use as features, as the number of days since another date column or a "
+            "fixed date, such as { admission = 'birth_date' }"
         ),
     )
 
