@@ -119,7 +119,7 @@ def test_an_executor_finds_the_same_and_resumes(finished: Path, tmp_path: Path) 
         calls = executor.calls
         tuning(SMALL, tmp_path / "out").run(executor=executor)
         assert executor.calls == calls == 5
-        with pytest.raises(ConfigError, match="itself. Leave join out"):
+        with pytest.raises(ConfigError, match="already distributes the work. Omit"):
             tuning(SMALL, tmp_path / "out").run(join=True, executor=executor)
     with pytest.raises(ConfigError, match="executor must have a method submit"):
         tuning(SMALL, tmp_path / "out").run(executor=3)  # type: ignore[arg-type]

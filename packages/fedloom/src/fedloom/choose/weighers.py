@@ -302,7 +302,7 @@ class FairFedWeigher(Weigher):
             return self
         if not groups:
             raise ConfigError(
-                f"weigher.metric = {self.metric!r} compares two groups of rows. Set group, for "
+                f"weigher.metric = {self.metric!r} compares two groups of rows; set group, for "
                 "example group = 'sex' or group = 'age>=75', or add an analysis of the kind 'groups'"
             )
         return self.with_(group=groups[0])
