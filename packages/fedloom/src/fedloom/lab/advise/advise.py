@@ -106,7 +106,7 @@ def advise(
         tell(advisor.plan)
         return advisor.run(tell, join=join, executor=executor)
     except RunDirError as error:
-        raise RunDirError(str(error).replace("choose another --out", "choose another folder")) from None
+        raise RunDirError(str(error).replace("Choose another --out", "Choose another folder")) from None
     finally:
         if temporary is not None:
             rmtree(temporary, ignore_errors=True)
