@@ -373,7 +373,7 @@ def test_every_question_of_an_analysis_can_be_sent_and_is_repeated_only_in_a_fit
 def test_a_question_that_no_site_could_read_is_an_error_in_a_simulation_too(question: Question, sentence: str) -> None:
     with pytest.raises(CodeError, match=re.escape(sentence)):
         question.check_form(ANALYSES["calibration"].questions)
-    with pytest.raises(Refused, match="has 200000 bytes, but sites read at most 131072"):
+    with pytest.raises(Refused, match="has 200000 bytes, but sites accept at most 131072"):
         AnalysisStep.create("calibration", 1, bytes(200_000))
 
 
@@ -421,7 +421,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
     ):  # fmt: skip
         with pytest.raises(PublicReason, match=sentence):
             asked(client, question, place)
-    with pytest.raises(PublicReason, match="other terms: sites, sizes or cells have changed"):
+    with pytest.raises(PublicReason, match="different terms: sites, sizes or cells have changed"):
         asked(client, SPREADS, 1, sizes=((9, 9, 9),) * SITES)
     with pytest.raises(PublicReason, match="reads no models"):
         client.answers._analyses.answer(Terms(
@@ -469,9 +469,7 @@ def test_agreements_and_snapshots_that_differ_a_little_show_no_subject(tmp_path:
         assert asked(other, MEANS).counters == ANSWERED_COUNTS
     other = Client(client.site.with_(fingerprint=f"{4:064x}"))
     other.trainer.__dict__["experiment"] = client.trainer.experiment
-    with pytest.raises(
-        PublicReason, match="4 experiments have already asked for the analysis glm over the data 'data'"
-    ):
+    with pytest.raises(PublicReason, match="4 experiments have already requested the analysis glm of the data 'data'"):
         asked(other, MEANS)
     renamed = Client(client.site.with_(data_name="other"))  # whose memory would be empty
     for kind in ("train", "analysis"):
@@ -570,8 +568,8 @@ def test_a_column_that_few_subjects_vary_in_is_left_out(tmp_path: Path) -> None:
 
 def test_figures_of_single_clients_and_unagreed_ranges_are_refused_beforehand(tmp_path: Path) -> None:
     for task, choice, masked, sentence in (
-        ("binary", {"kind": "table-1", "group": "client"}, True, "shows results of single clients"),
-        ("survival", {"kind": "cox"}, True, "cox needs agreed time bins, but it has no time bins. Set"),
+        ("binary", {"kind": "table-1", "group": "client"}, True, "shows results of individual clients"),
+        ("survival", {"kind": "cox"}, True, "cox needs agreed time bins, but no time bins are set. Set"),
         ("survival", {"kind": "cox"}, False, "time bins"),
     ):  # fmt: skip
         here = deployed(tmp_path / f"{choice['kind']}-{masked}", task, choice, masked=masked)

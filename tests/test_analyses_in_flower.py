@@ -97,8 +97,8 @@ def test_a_step_is_answered_for_one_question_by_terms_that_stay() -> None:
     centre = torch.zeros(3, dtype=torch.float64)
     spreads = [Question("spreads", {"centre": centre + shift}).encode() for shift in (0.0, 1e-6)]
     assert "asks 'means'" in send(**{**good, "question": spreads[0]})["error"]
-    assert "other samples or cells" in send(**{**good, "sizes": [29, 40, 50]})["error"]
-    assert "other terms" in send(**{**good, "sizes": [30, 41, 50]})["error"]
+    assert "sample or cell counts" in send(**{**good, "sizes": [29, 40, 50]})["error"]
+    assert "different terms" in send(**{**good, "sizes": [30, 41, 50]})["error"]
     assert send(**{**good, "step": 1, "question": spreads[0]})["silent"] is False
-    assert "for another question" in send(**{**good, "step": 1, "question": spreads[1]})["error"]
+    assert "for a different question" in send(**{**good, "step": 1, "question": spreads[1]})["error"]
     assert "at most" in send(**{**good, "step": 24, "question": spreads[1]})["error"]

@@ -331,7 +331,7 @@ def test_another_sum_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Cox, "question", other)
     assert here.serve(here.grid(clients=clients)) is Stop.TOO_FEW
-    assert any("for another question" in str(line.get("reason")) for line in here.audit("rejected"))
+    assert any("for a different question" in str(line.get("reason")) for line in here.audit("rejected"))
 
 
 def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
@@ -342,8 +342,8 @@ def test_shares_of_a_second_sum_of_a_step_are_refused(tmp_path: Path) -> None:
         opened.reveal("session", {"cox": step}, models, everyone, threshold, f"question {step}")
         opened.reveal("session", {"cox": step}, models, everyone, threshold, f"question {step}")
     for bases, question, sentence in (
-        (everyone, "another", "on another model"),
-        ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "already summed with other sites"),
+        (everyone, "another", "for a different model"),
+        ({c: t for c, t in everyone.items() if c != "4"}, "question 1", "already summed over different sites"),
     ):
         with pytest.raises(Broken, match=sentence):
             opened.reveal("session", {"cox": 1}, models, bases, threshold, question)
@@ -407,7 +407,7 @@ def test_a_site_answers_zeros_where_one_row_weighs_more_than_all_others(
     assert answer.vector.any()
     assert answer.counters == ANSWERED_COUNTS
     for step, beta in ((0, (0.1, 0.2, 0.3)), (1, (0.1, 0.2, 0.4)), (1, (0.0, 300.0, 300.0))):
-        with pytest.raises(PublicReason, match=f"^step {step} .* was already answered, for another question$"):
+        with pytest.raises(PublicReason, match=f"^step {step} .* has already been answered for a different question$"):
             ask(site, step, beta)
 
 
@@ -419,7 +419,7 @@ def test_a_damaged_list_of_steps_answers_none(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-1], whole.replace(b'"0"', b'"9"'), b"\xff"):
         site.answers._analyses._steps("cox").write_bytes(damaged)
         for beta in ((0.1, 0.2, 0.3), (0.1, 0.2, 0.4)):
-            with pytest.raises(PublicReason, match="is damaged, so fedloom cannot know which steps"):
+            with pytest.raises(PublicReason, match="is damaged, so fedloom does not know which steps"):
                 ask(site, 0, beta)
 
 
@@ -442,7 +442,7 @@ def test_sums_without_noise_are_refused_under_a_delta(tmp_path: Path) -> None:
         site = here.sites[0].with_(epsilon=limit)
         client = Client(site)
         if changes:
-            with pytest.raises(Refused, match="carry no noise"):
+            with pytest.raises(Refused, match="contain no noise"):
                 check_analyses(client.trainer.job, here.experiment, site.samples, SITES, None, 0)
         with pytest.raises(PublicReason, match="does not answer the analysis 'cox'"):
             ask(client, 0, (0.0, 0.0, 0.0))

@@ -440,7 +440,7 @@ def test_what_is_no_part_is_refused() -> None:
         check_attack(ALIE(), without=["knowlege"])
     with pytest.raises(ConfigError, match=r"no column 'hospital'.*Pass a suitable data set as data="):
         check_partition(fl.partitions.by_column(column="hospital"))
-    with pytest.raises(ConfigError, match="accepts no cohort of up to 30 rows.*smaller f"):
+    with pytest.raises(ConfigError, match="rejects every cohort of up to 30 rows.*smaller f"):
         check_aggregator(fl.aggregators.Krum(f=20))
 
 
@@ -592,7 +592,7 @@ def test_test_parts_that_cannot_be_are_refused_with_a_sentence() -> None:
         CodeError, match="partition Leaks failed in draw.*300 test samples are also training samples of the same"
     ):
         Leaks()(table())
-    with pytest.raises(CodeError, match="test has 1 client, but dealt has 4"):
+    with pytest.raises(CodeError, match="`test` covers 1 client, but `dealt` covers 4"):
         TooFewClients()(table())
     with pytest.raises(PartitionError, match="defines the test parts itself, so folds = 3 has no effect"):
         LaterAtSites(folds=3)(table())
@@ -603,18 +603,18 @@ WRONG_DRAWS: dict[str, tuple[Any, str]] = {
     "no draw": (lambda d: d.dealt, "draw must return fl.partitions.Draw, got Dealt"),
     "nothing": (lambda d: None, "draw must return fl.partitions.Draw, got NoneType"),
     "a tuple": (lambda d: d._replace(dealt=tuple(d.dealt)), r"dealt must be fl.partitions.Dealt\(.*got tuple"),
-    "floats": (lambda d: d._replace(dealt=d.dealt._replace(index=d.dealt.index / 1)), "index must be a numpy array"),
-    "a tensor": (lambda d: d._replace(common=torch.arange(3)), "common must be a numpy array .* got Tensor"),
-    "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "common has 1 sample tw"),
+    "floats": (lambda d: d._replace(dealt=d.dealt._replace(index=d.dealt.index / 1)), "index must be an integer numpy"),
+    "a tensor": (lambda d: d._replace(common=torch.arange(3)), "common must be an integer numpy array .* got Tensor"),
+    "a common sample twice": (lambda d: d._replace(test=None, common=np.array([399, 399])), "`common` lists 1 sample"),
     "equal names": (lambda d: d._replace(names=("a", "a", "b", "c")), "names must be 4 different names"),
     "too few names": (lambda d: d._replace(names=("a", "b")), "names must be 4 different names"),
-    "numbers as names": (lambda d: d._replace(names=(1, 2, 3, 4)), "names must be a tuple of texts that are not empty"),
+    "numbers as names": (lambda d: d._replace(names=(1, 2, 3, 4)), "names must be a tuple of non-empty texts"),
     "a note": (lambda d: d._replace(notes="a note"), "notes must be a tuple of sentences, got 'a note'"),
-    "flat noise": (lambda d: d._replace(noise=np.ones(4)), r"noise must be a numpy array \[4, c\] of numbers"),
-    "negative noise": (lambda d: d._replace(noise=-np.ones((4, 1))), "noise must be standard deviations of at least 0"),
-    "few groups": (lambda d: d._replace(groups=np.arange(2)), r"groups must be a numpy array \[4\] of integers"),
-    "classes as floats": (lambda d: d._replace(relabel=np.ones((4, 2))), r"relabel must be .* \[4, 2\] of integers"),
-    "classes beyond": (lambda d: d._replace(relabel=np.full((4, 2), 2)), "relabel must be classes from 0 to 1"),
+    "flat noise": (lambda d: d._replace(noise=np.ones(4)), r"noise must be a numpy array of numbers .* \[4, c\]"),
+    "negative noise": (lambda d: d._replace(noise=-np.ones((4, 1))), "`noise` must contain standard deviations of at"),
+    "few groups": (lambda d: d._replace(groups=np.arange(2)), r"groups must be a numpy array of integers .* \[4\]"),
+    "classes as floats": (lambda d: d._replace(relabel=np.ones((4, 2))), r"relabel must be .* integers .* \[4, 2\]"),
+    "classes beyond": (lambda d: d._replace(relabel=np.full((4, 2), 2)), "`relabel` must contain classes from 0 to 1"),
 }  # fmt: skip
 
 
@@ -639,9 +639,9 @@ WRONG_RESULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "a numpy model": ("forge", lambda base: base.numpy() + 1, "as a tensor of floats, got float32"),
     "no model": ("forge", lambda base: None, "as a tensor of floats, got NoneType"),
     "whole models": ("forge", lambda base: base.long(), "as a tensor of floats, got torch.int64"),
-    "no labels": ("poison", lambda y, c: None, "poison must return a tensor .* got NoneType"),
-    "few labels": ("poison", lambda y, c: y[:2], r"poison must return a tensor .* got torch.int64 \[2\]"),
-    "labels as floats": ("poison", lambda y, c: y.float(), "poison must return a tensor .* got torch.float32"),
+    "no labels": ("poison", lambda y, c: None, "`poison` must return a tensor .* got NoneType"),
+    "few labels": ("poison", lambda y, c: y[:2], r"`poison` must return a tensor .* got torch.int64 \[2\]"),
+    "labels as floats": ("poison", lambda y, c: y.float(), "`poison` must return a tensor .* got torch.float32"),
     "labels of no class": ("poison", lambda y, c: y + c, "labels must be from 0 to 1, got"),
 }  # fmt: skip
 

@@ -161,7 +161,7 @@ def test_only_the_columns_of_a_null_vector_are_named(kind: str) -> None:
     sum_of[:, 3] = 2 * x[:, 0] - x[:, 2] + 7
     twice = x.copy()
     twice[:, 1], twice[:, 3] = -x[:, 0], 1 - x[:, 2]
-    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other. Leave one of these"),
+    for columns, sentence in ((sum_of, "columns age, drug and ward depend on each other. Omit one of these"),
                               (twice, "columns age and crp; so do drug and ward depend on each other")):  # fmt: skip
         with pytest.raises(DataError) as caught:
             fit(columns, y, kind)
@@ -173,7 +173,7 @@ def test_a_column_that_rounds_to_a_spread_is_still_the_same_in_every_row() -> No
     x = table(rng, 240)
     x[:, 3] = 0.1
     for kind in KINDS:
-        with pytest.raises(DataError, match="ward has the same value in every row. Leave this column out"):
+        with pytest.raises(DataError, match="ward has the same value in every row. Omit this column"):
             fit(x, outcome(rng, x, kind), kind)
 
 
@@ -219,8 +219,8 @@ def test_numbers_that_no_fit_can_use_are_named_with_their_column(kind: str) -> N
     for bad, said in (
         (x * [1e-200, 1, 1, 1], "age spans .*a different unit"),
         (x * [1e200, 1, 1, 1], "age spans .*a different unit"),
-        (np.where(np.arange(240)[:, None] == 5, [1, np.nan, 1, 1], x), "crp has cells that are missing or infinite"),
-        (np.where(np.arange(240)[:, None] == 5, [1, 1, 1, np.inf], x), "ward has cells that are missing or infinite"),
+        (np.where(np.arange(240)[:, None] == 5, [1, np.nan, 1, 1], x), "crp contains missing or infinite values"),
+        (np.where(np.arange(240)[:, None] == 5, [1, 1, 1, np.inf], x), "ward contains missing or infinite values"),
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -277,13 +277,13 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"task": "survival"}, "needs event"),
-        ({"event": "arrest", "task": "binary"}, "Leave one of the two out"),
+        ({"task": "survival"}, "needs `event`"),
+        ({"event": "arrest", "task": "binary"}, "Omit one of the two"),
         ({"event": "week"}, "'week' is both target and event"),
         ({"event": "gone"}, "no column 'gone'"),
         ({"event": "prio"}, "events must be 1, or 0"),
         ({"event": "none"}, "0 in every row"),
-        ({"event": "arrest", "centre": 3.0}, "Leave centre and unit out"),
+        ({"event": "arrest", "centre": 3.0}, "Omit `centre` and `unit`"),
     ],
 )
 def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: str) -> None:
@@ -380,11 +380,11 @@ def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
     ):
         with pytest.raises(DataError, match=sentence):
             fit_secure_cox(sites, bad)
-    with pytest.raises(ConfigError, match="must increase"):
+    with pytest.raises(ConfigError, match="must be in increasing order"):
         fit_secure_cox(sites, terms._replace(ends=terms.ends[::-1]))
-    with pytest.raises(ConfigError, match="bins of width 1e-09 for times up to 24 are more than 10000"):
+    with pytest.raises(ConfigError, match="a bin width of 1e-09 gives more than 10000 bins for times up to 24"):
         agreement_on(sites, 1e-9, 1, "efron")
     said = call("cox", run / "rossi.toml", "--bins", "8", "--min-events", "3")
     assert "of 114 events are censored" in said
     assert "with exact times" in said
-    assert "Leave one of the two options out" in call("cox", run / "rossi.toml", "--bins", "8", "--stratify", code=2)
+    assert "Omit one of the two options" in call("cox", run / "rossi.toml", "--bins", "8", "--stratify", code=2)

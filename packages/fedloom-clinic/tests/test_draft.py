@@ -167,7 +167,7 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
         ("empty.csv", b"", "empty. A table needs a header row"),
         ("header.csv", b"a,b\n", "no rows below the header"),
         ("one.csv", b"a,b\n1,2\n", "1 row. A federation needs at least 10"),
-        ("latin.csv", "größe,y\n1,2\n".encode("latin-1"), "not text in UTF-8 (byte 0xF6 at offset 2, line 1)"),
+        ("latin.csv", "größe,y\n1,2\n".encode("latin-1"), "is not encoded in UTF-8 (byte 0xF6 at offset 2, line 1)"),
         ("wide.csv", "größe,y\n1,2\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 wide.csv"),
         ("twice.csv", b"a,a,y\n" + b"1,2,0\n" * 20, "more than one column is called 'a'"),
         ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),

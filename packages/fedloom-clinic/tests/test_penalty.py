@@ -271,5 +271,5 @@ def test_penalties_obey_the_laws_and_what_is_none_is_a_sentence(kind: str) -> No
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=sentence):
             fl.analyze(kind, data, **options)
-    with pytest.raises(ConfigError, match="set stratify = true, or set strength to a number"):
+    with pytest.raises(ConfigError, match="Set stratify = true, or set strength to a number"):
         fl.analyze("cox", tables()["cox"], **ridge)

@@ -54,7 +54,7 @@ class Calibration(Analysis):
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "bins" and len(question.values["reached"]) != len(self._ranges):
-            raise Refused(f"reached of a question has {len(self._ranges)} numbers")
+            raise Refused(f"`reached` of a question must have {len(self._ranges)} numbers")
         if question.name == "bins":
             check_reached(question.values["reached"], self._ranges, len(terms.sizes))
 
@@ -94,7 +94,7 @@ class Calibration(Analysis):
         if state.reached is None:
             return state._replace(reached=total)
         if not total.any():
-            raise DataError("no client has test rows; set a test fraction in the partition")
+            raise DataError("no client has test rows. Set a test fraction in the partition")
         return state._replace(total=total)
 
     def result(self, state: ScoredBins) -> pa.Table:

@@ -56,7 +56,7 @@ def require_columns(schema: Schema, what: str) -> None:
 def missing_target_range(name: str) -> ConfigError:
     """Return the error for an analysis whose sites have not agreed on a range for the target."""
     return ConfigError(
-        f"the analysis {name} needs an agreed range of the target, but the agreement has no such range",
+        f"the analysis {name} needs an agreed range for the target, but the agreement does not contain one",
         rule="analysis-target-range",
         fix="set target_range = [LOWEST, HIGHEST] in the agreement",
     )

@@ -101,21 +101,22 @@ class Conformal(Analysis):
         if setting is not None and setting.evaluate.select_on == "test":
             raise Refused(
                 "conformal thresholds need rows that were not used to choose the round, but this run "
-                "selects the round on test",
+                "selects the round on the test part",
                 rule="analysis-selects-on-test",
                 fix="set {evaluate.select_on = 'validation'}",
             )
 
         if schema.task == "regression" and len(schema.target_ranges) != 1:
             raise Refused(
-                f"the analysis conformal gives an interval of one number, and {schema.name} has "
+                f"the analysis conformal gives an interval for one number, but {schema.name} has "
                 f"{len(schema.target_ranges)} targets",
                 rule="conformal-targets",
-                fix="train on one target, {data.target = 'NAME'}, or leave the analysis out",
+                fix="train on one target, {data.target = 'NAME'}, or omit the analysis",
             )
         if schema.task != "regression" and self.max_error is not None:
             raise Refused(
-                f"max_error is of the residuals of a regression, and the task of {schema.name} is {schema.task}",
+                "max_error applies only to the residuals of a regression, but the task of "
+                f"{schema.name} is {schema.task}",
                 rule="conformal-max-error",
                 fix="leave max_error out",
             )
@@ -124,9 +125,10 @@ class Conformal(Analysis):
         super().check_sites(schema, masked=masked)
         if schema.task == "regression" and self.max_error is None and schema.target_ranges[0] is None:
             raise Refused(
-                "sites of the analysis conformal agree on the range of residuals, and the target has no range",
+                "in the analysis conformal, sites must agree on the range of the residuals, but the "
+                "target has no range",
                 rule="conformal-range",
-                fix="give the analysis max_error, or give the target a range in the agreement",
+                fix="set `max_error` in the analysis, or set a range for the target in the agreement",
             )
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
@@ -141,7 +143,9 @@ class Conformal(Analysis):
         owners = self.start(terms).owners
         for name, shape in (("reached", (owners, len(self._nodes))), ("thresholds", (owners,))):
             if name in question.values and question.values[name].shape != shape:
-                raise Refused(f"{name} of a question has the shape {shape}, got {tuple(question.values[name].shape)}")
+                raise Refused(
+                    f"{name} of a question must have the shape {shape}, got {tuple(question.values[name].shape)}"
+                )
         for reached in question.values.get("reached", ()):
             check_reached(reached, self._nodes, len(terms.sizes))
 
@@ -308,7 +312,10 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
         middle = (low + high) // 2
         halves = [(low, middle), (middle, high)] if high - low > 1 else []
         if not bool(possible.all()) or any(of[half] > of[low, high] for half in halves):
-            raise Refused(f"reached of a question is not a sum of flags: bins {low} to {high} contradict their halves")
+            raise Refused(
+                f"`reached` in a question is not a sum of flags: the number for bins {low} to {high} "
+                "contradicts the numbers for its halves"
+            )
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:

@@ -115,12 +115,12 @@ class Cox(Penalized):
         if self.strength == "cv" and not self.stratify:
             raise ValueError(
                 "clients that share a baseline hazard would send every time bin for each fit of a "
-                "cross-validation; set stratify = true, or set strength to a number"
+                "cross-validation. Set stratify = true, or set strength to a number"
             )
         if self.stratify and (self.width is not None or self.until is not None):
-            raise ValueError("stratify does not use time bins. Leave width and until out")
+            raise ValueError("stratify does not use time bins. Omit `width` and `until`")
         if self.width is None and self.until is not None:
-            raise ValueError("until is the end of the last bin. Set width as well")
+            raise ValueError("`until` is the end of the last bin. Set `width` as well")
         if self.width is not None and self.until is not None and self.until / self.width > MAX_BINS:
             raise ValueError(
                 f"at most {MAX_BINS} bins are allowed, got {self.until / self.width:.0f}. Set a larger width"
@@ -138,7 +138,7 @@ class Cox(Penalized):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.shows_rows or (not self.stratify and self.until is None):
             raise ConfigError(
-                "the analysis cox needs agreed time bins, but it has no time bins",
+                "the analysis cox needs agreed time bins, but no time bins are set",
                 rule="analysis-time-bins",
                 fix="set width and until in the analysis, or stratify = true",
             )
@@ -328,7 +328,7 @@ class Cox(Penalized):
         if not (spread > MIN_COLUMN_SPREAD).all():
             raise DataError(
                 f"{names[int((spread <= MIN_COLUMN_SPREAD).argmax())]} has the same value in every "
-                "row. Leave this column out"
+                "row. Omit this column"
             )
         times = np.unique(np.concatenate([some.numpy() for some in terms.published]))
         public = {"centre": centre, "spread": spread, "times": times}

@@ -108,7 +108,7 @@ class Glm(Penalized):
             raise Refused(
                 f"the analysis glm fits one target, but {schema.name} has {len(schema.target_ranges)} targets",
                 rule="analysis-one-target",
-                fix="name one column in {data.target}, or leave the analysis out",
+                fix="name one column in {data.target}, or omit the analysis",
             )
         require_columns(schema, "a regression")
 
@@ -138,10 +138,9 @@ class Glm(Penalized):
             support = torch.stack([flags[:2] for flags in terms.published]).sum(0)
             if float(support.min()) - terms.rules.missing < terms.rules.min_clients:
                 raise Refused(
-                    f"too few clients have {terms.rules.min_subjects} subjects of each outcome: only "
-                    f"{int(support.min())} clients, but "
-                    f"{terms.rules.min_clients + terms.rules.missing} are needed. Agree on a smaller "
-                    "minimum count"
+                    f"only {int(support.min())} clients have at least {terms.rules.min_subjects} "
+                    f"subjects of each outcome, but {terms.rules.min_clients + terms.rules.missing} "
+                    "are needed. Agree on a smaller minimum count"
                 )
         return super().start(terms)
 
@@ -277,7 +276,7 @@ class Glm(Penalized):
         spread = np.sqrt(squares / count)
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
-                raise DataError(f"{name} has the same value in every row. Leave this column out")
+                raise DataError(f"{name} has the same value in every row. Omit this column")
         low, high = ranges_of(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
@@ -336,8 +335,7 @@ class Glm(Penalized):
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
             if count <= spent:
                 raise DataError(
-                    f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. "
-                    "Leave columns out"
+                    f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. Omit columns"
                 )
             scale = max(of_targets - 2 * exact.value, 0.0) / (count - spent)  # rounding may leave a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]

@@ -90,9 +90,9 @@ class KaplanMeier(Analysis):
         super().check_sites(schema, masked=masked)
         if self.until is None and schema.target_ranges[0] is None:
             raise ConfigError(
-                "the analysis kaplan-meier needs an agreed last time, but it has no last time",
+                "the analysis kaplan-meier needs an agreed last time, but no last time is set",
                 rule="analysis-last-time",
-                fix="set until in the analysis, for example until = 60",
+                fix="set `until` in the analysis, for example until = 60",
             )
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:

@@ -38,7 +38,7 @@ class LeftOut(Analysis):
             raise Refused(
                 f"left-out needs at least {FEWEST_CLIENTS} clients, but there are only {fed.n}",
                 rule="left-out-too-few-clients",
-                fix="leave this analysis out",
+                fix="omit this analysis",
             )
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:

@@ -58,7 +58,8 @@ class Penalized(ScriptedAnalysis):
             )
         if isinstance(self.strength, float) and not 0 < self.strength < np.inf:
             raise ValueError(
-                f"the strength of a ridge penalty must be greater than 0, got {self.strength!r}; use 0.1, or 'cv'"
+                f"the strength of a ridge penalty must be greater than 0, got {self.strength!r}. Use "
+                "a number such as 0.1, or 'cv'"
             )
         return self
 
@@ -86,7 +87,7 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
     for name in shapes.keys() & question.values.keys():
         got, wanted = (" x ".join(map(str, shape)) for shape in (question.values[name].shape, shapes[name]))
         if got != wanted:
-            raise Refused(f"{name} of a question has {wanted} numbers, got {got}")
+            raise Refused(f"{name} of a question must have {wanted} numbers, got {got}")
 
 
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:

@@ -43,10 +43,10 @@ def check_references(fed: Federation) -> None:
     """
     if fed.data.fitted is None or fed.data.task in ("survival", "count"):
         raise Refused(
-            f"references fits models to classes or measurements in a table, but {fed.data.name} has "
-            f"the targets of a {fed.data.task}",
+            "the analysis references fits models to the classes or measurements in a table, but the "
+            f"task of {fed.data.name} is {fed.data.task}",
             rule="references-need-a-table",
-            fix="leave this analysis out",
+            fix="omit this analysis",
         )
 
 

@@ -102,7 +102,8 @@ class TableOne(ScriptedAnalysis):
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
         if question.name == "differences" and not compares_clients(terms):
             raise Refused(
-                f"fewer than {MIN_COMPARED_CLIENTS} clients are not compared, because their counts would show"
+                f"clients are compared only if there are at least {MIN_COMPARED_CLIENTS}, because "
+                "otherwise their counts would be revealed"
             )
         groups, columns = self._cells(terms)
         numbers = sum(column.edges is not None for column in columns)

@@ -133,7 +133,7 @@ def test_all_five_hospitals_can_take_part_train_and_use_their_models(agreed: Pat
     outside_flower()
     for name in NAMES:
         assert "samples for training" in check(agreed / "sites" / name)
-    assert "no training sample of 1. The site can train anyway, and AUROC has no value" in check(
+    assert "no training samples of 1. The site can train anyway, and AUROC has no value" in check(
         agreed / "sites" / "esche"
     )
     clients = [Client(read_site(agreed / "sites" / name / "site.toml")) for name in NAMES]
@@ -312,7 +312,7 @@ def test_a_table_that_does_not_fit_is_told_so_in_one_sentence(
         ({"target": "age"}, "is the target, so it cannot be a feature"),
         ({"classes": ["0"]}, "classes"),
         ({"column": [{"name": "age"}, {"name": "age"}]}, "two columns are called 'age'"),
-        ({"column": [{"name": "ward", "type": "level"}]}, "levels belong to type = 'level'"),
+        ({"column": [{"name": "ward", "type": "level"}]}, "type = 'level' needs at least one level"),
         ({"column": [{"name": "age", "range": [9, 1]}]}, "range must increase"),
         ({"colums": []}, "colums"),
     ],

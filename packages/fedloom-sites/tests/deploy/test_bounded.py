@@ -166,7 +166,7 @@ def test_bytes_that_a_kind_has_no_use_for_are_refused(kind: str, tmp_path: Any) 
 
     assert here.serve(here.grid(fault)) is Stop.DONE
     assert here.audit("rejected", step=3)
-    assert all("bytes of arrays, at most" in x["reason"] for x in here.audit("rejected", step=3))
+    assert all("bytes, but at most" in x["reason"] for x in here.audit("rejected", step=3))
 
 
 def test_the_units_have_a_limit_of_memory(written: Any) -> None:

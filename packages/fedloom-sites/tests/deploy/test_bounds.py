@@ -96,7 +96,7 @@ def test_every_field_has_a_bound_of_its_own(tmp_path: Path) -> None:
         grid = here.grid(forging(here, lambda _, up, name=name: scaled(up, name, bound[name] * 1.01), [1]))
         assert here.serve(grid) is Stop.DONE
         reasons = [x["reason"] for x in here.audit("rejected", step=11)]
-        assert any(f"the difference of {name} is" in reason for reason in reasons)
+        assert any(f"the difference in {name} is" in reason for reason in reasons)
         here = scene(tmp_path / name, "scaffold", **SMALL)
         here = here._replace(server=here.server.with_(norm_bound=bound, quorum=2))
 
@@ -499,7 +499,7 @@ def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path,
     server = read_server(written / "server" / "server.toml")
     assert server.examples_limit == planned.most_samples < 10_000
     head = {"sizes": [server.examples_limit + 1, 0, 0], "figures": "", **compared(server.samples)}
-    with pytest.raises(Rejected, match="numbers of samples must be three numbers from 0 to"):
+    with pytest.raises(Rejected, match="the sample counts must be three numbers from 0 to"):
         Checks(server, {}).check_data(head)
     Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})
     greeting, other = (Checks(server, {}).longest(kind) for kind in ("hello", "score"))

@@ -254,7 +254,7 @@ def test_what_makes_no_sense_at_sites_is_refused(tmp_path: Path, clock: Clock) -
         ConfigError, match="schedule.buffer must be at most the number of clients in the federation \\(4\\)"
     ):
         few.serve()
-    with pytest.raises(Refused, match="needs the same download for all its sites"):
+    with pytest.raises(Refused, match="needs the same download for all sites of a sum"):
         check_maskable(few.experiment.methods[0].setting)
     late = scene(tmp_path / "late", "fedavg", **SMALL, schedule={"kind": "deadline", "seconds": 3.0})
     with pytest.raises(Refused, match="'deadline' needs simulated time, .*. Leave schedule= out"):

@@ -104,7 +104,7 @@ def test_one_bit_more_is_not_what_a_site_signed() -> None:
     for place in (0, SIGNATURE_BYTES - 1, SIGNATURE_BYTES, COUNTERS_BYTES - 1):
         changed = bytearray(message)
         changed[place] ^= 1
-        with pytest.raises(WireError, match="the signature does not fit these counters"):
+        with pytest.raises(WireError, match="the signature does not match these counters"):
             read_counters(bytes(changed), BOUND, PUBLIC[2])
     for text in (b"", message[:-1], message + b"0"):
         with pytest.raises(WireError, match=f"have {COUNTERS_BYTES} bytes, got {len(text)}"):

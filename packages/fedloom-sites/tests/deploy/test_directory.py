@@ -108,9 +108,17 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
     [
         ("a,A,b", "--names: A and a share a folder on a disk that ignores case. Change one"),
         ("a,b,a", "--names: a is there twice. Change one"),
-        ("a,b,\u00e9", "a name consists of letters and digits, with '.', '_' or '-' only inside, got 'é'"),
+        (
+            "a,b,\u00e9",
+            "a name consists of letters and digits, and may contain '.', '_' or '-', but not at its "
+            "start or end, got 'é'",
+        ),
         ("a,b,e\u0301", "a name consists of letters and"),
-        ("a,,b", "a name consists of letters and digits, with '.', '_' or '-' only inside, got ''"),
+        (
+            "a,,b",
+            "a name consists of letters and digits, and may contain '.', '_' or '-', but not at its "
+            "start or end, got ''",
+        ),
     ],
 )
 def test_every_site_has_a_folder_of_its_own_on_every_disk(experiment, names, sentence):
@@ -131,7 +139,7 @@ def test_sites_with_data_of_their_own(experiment, tmp_path):
 
 
 def test_a_quorum_beyond_the_sites_is_refused(planned, tmp_path):
-    with pytest.raises(ConfigError, match="quorum must be at most the 3 sites, got 4"):
+    with pytest.raises(ConfigError, match="quorum must be at most the number of sites \\(3\\), got 4"):
         write_directory(planned, tmp_path / "new", Location(quorum=4))
     assert list(tmp_path.iterdir()) == []
 

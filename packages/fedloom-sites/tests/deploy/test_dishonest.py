@@ -164,7 +164,7 @@ def test_figures_that_one_site_has_alone(rogue: Rogue, target: int) -> None:
             for c in survivors:
                 session.open(c, survivors)
         assert not session.told
-    assert any("than its samples allow" in reason for reason in rogue.refused)
+    assert any("that its samples allow" in reason for reason in rogue.refused)
     short = rogue.terms(1, download, [model], **more | {"figures": true[:2]})
     session = rogue.begin(1)
     session.vector(target, short, download, model)
@@ -203,7 +203,8 @@ def test_scores_that_few_sites_can_compute(rogue: Rogue, unable: int, trains: bo
         assert session.counts(terms) == shown
         assert bool(session.told) is (shown[2] == 0)
     assert {*rogue.refused} <= {
-        f"{unable} of the sites could not answer. This sum and one with their answers would reveal the difference",
+        f"{unable} of the sites could not answer. The difference between this sum and a sum that "
+        "includes their answers would reveal these answers",
         "only 1 site answered from their samples, but a sum needs 3 to be decrypted",
     }
     assert len({*rogue.refused}) == 1
@@ -230,14 +231,14 @@ WRONG: dict[str, tuple[Terms, str]] = {
     "a step of a regression that scores too": (STEP.with_(scored=2), "must not ask for anything else"),
     "a step of a regression that trains too": (STEP.with_(trains=True), "must not ask for anything else"),
     "an analysis that is called uploads": (
-        STEP.with_(question=AnalysisStep.create("uploads", 0, b"")), "an analysis"
+        STEP.with_(question=AnalysisStep.create("uploads", 0, b"")), "analysis name"
     ),
     "sizes of fewer sites": (SCORES.with_(sizes=SCORES.sizes[:2]), "must list sites of the agreement"),
     "sizes of more sites": (SCORES.with_(sizes=SCORES.sizes * 2), "must list sites of the agreement"),
-    "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once, in increasing order"),
-    "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once, in increasing order"),
-    "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once, in increasing order"),
-    "sites without this one": (SCORES.with_(cohort=(1, 2), accepted=(0, 0)), "the terms list other sites"),
+    "a site twice": (SCORES.with_(cohort=(0, 1, 1)), "each once and in increasing order"),
+    "sites in another order": (SCORES.with_(cohort=(1, 0, 2)), "each once and in increasing order"),
+    "a site that is none": (SCORES.with_(cohort=(0, 1, 3)), "each once and in increasing order"),
+    "sites without this one": (SCORES.with_(cohort=(1, 2), accepted=(0, 0)), "the terms do not list this site"),
     "figures of fewer sites": (SCORES.with_(figures=("3", "3")), "must list the metrics that every site can compute"),
     "figures of no site in a step": (STEP.with_(figures=()), "must list the metrics that every site can compute"),
     "figures where uploads alone are summed": (
@@ -274,7 +275,9 @@ def test_the_same_model_again_without_a_site(rogue: Rogue, gone: list[int]) -> N
     assert sum_honestly(rogue, 2, download).told.keys() == {*ALL}
     assert not sum_honestly(rogue, 3, download, clients=rest).told
     assert len(rogue.refused) == len(rest)
-    assert all("differ. The two sums reveal their difference" in reason for reason in rogue.refused)
+    assert all(
+        "differ. The difference between the two sums would reveal these sites" in reason for reason in rogue.refused
+    )
     assert sum_honestly(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
     model = rogue.model()
     assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}
@@ -288,7 +291,7 @@ def test_a_site_is_evicted_after_the_sum_was_opened(rogue: Rogue) -> None:
     assert first.told.keys() == {*ALL}
     second = sum_honestly(rogue, 1, download, clients=[0, 1, 2, 3])
     assert not second.told
-    assert all("were already summed with other sites. The" in reason for reason in rogue.refused)
+    assert all("were already summed over different sites. The" in reason for reason in rogue.refused)
 
 
 def test_another_model_in_a_round_that_was_summed(rogue: Rogue) -> None:
@@ -299,7 +302,9 @@ def test_another_model_in_a_round_that_was_summed(rogue: Rogue) -> None:
     assert sum_honestly(rogue, 1, None, model).told.keys() == {*ALL}
     assert not sum_honestly(rogue, 1, None, model, model).told
     assert len(rogue.refused) == 10
-    assert all("were already summed, on another model or from other states" in reason for reason in rogue.refused)
+    assert all(
+        "were already summed for a different model or from different states" in reason for reason in rogue.refused
+    )
     assert sum_honestly(rogue, 1, rogue.download()).told.keys() == {*ALL}  # the same again is no news
 
 
@@ -548,7 +553,9 @@ def test_a_site_with_most_of_the_weight(tmp_path: Path, clients: tuple[int, ...]
         session = sum_honestly(rogue, 1, download, clients=clients)
         assert session.told.keys() == ({*clients} if opens else set())
         assert all("client 0 has" in reason or "not reached this step" in reason for reason in rogue.refused)
-        assert opens or any("of the weight of the sum, but at most 80% is agreed" in reason for reason in rogue.refused)
+        assert opens or any(
+            "of the weight of the sum, but the agreement allows at most 80%" in reason for reason in rogue.refused
+        )
     rogue = Rogue(tables(tmp_path / "survivors", (60, 20, 20, 4, 4), agreed={"max_share": 0.6}, **weighed))
     download = rogue.download()
     session, terms = rogue.begin(1), rogue.terms(1, download)
@@ -595,7 +602,7 @@ def test_a_run_with_too_few_samples_at_its_sites_ends_with_a_sentence(tmp_path: 
     )
     assert here.serve() is Stop.TOO_FEW
     assert (
-        "of the weight of the sum, but at most 80% is agreed (max_share in the table secure)"
+        "of the weight of the sum, but the agreement allows at most 80% (key `max_share` in the table `secure`)"
         in here.summary()["detail"]
     )
     assert not here.audit("rejected")
@@ -611,7 +618,10 @@ def test_a_cohort_that_is_drawn_and_refused_costs_its_round(tmp_path: Path) -> N
     )
     assert here.serve() is Stop.DONE
     given_up = {line["round"] for line in here.audit("given up")}
-    assert all("of the weight of the sum, but at most 80%" in line["reason"] for line in here.audit("given up"))
+    assert all(
+        "of the weight of the sum, but the agreement allows at most 80%" in line["reason"]
+        for line in here.audit("given up")
+    )
     cohorts = {t: {line["client"] for line in here.audit("accepted", kind="masked", round=t)} for t in range(1, 9)}
     assert {t for t, cohort in cohorts.items() if not cohort} == given_up
     assert 0 < len(given_up) < rounds

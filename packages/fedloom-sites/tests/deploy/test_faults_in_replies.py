@@ -251,7 +251,7 @@ def test_a_weight_below_zero_is_rejected(tmp_path: Path) -> None:
 
     assert run(here, bend) is Stop.DONE
     assert [(r["client"], r["step"]) for r in here.audit("rejected", kind="train")] == [(BAD, 11)] * 2
-    assert "a weight of the client's model is negative" in here.audit("rejected", kind="train")[0]["reason"]
+    assert "the client's model has a negative weight" in here.audit("rejected", kind="train")[0]["reason"]
 
 
 def test_both_releases_are_named(tmp_path: Path) -> None:  # 34

@@ -315,7 +315,7 @@ def test_checkpoints_that_cannot_be_used(tmp_path: Path) -> None:  # 24
     with pytest.raises(Killed):
         here.serve(here.grid(killing(3, "train")))
     other = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 5})
-    with pytest.raises(RunDirError, match="contains checkpoints of another run: its fingerprint is"):
+    with pytest.raises(RunDirError, match="contains checkpoints of a different run: its fingerprint is"):
         other.serve()
     here = scene(tmp_path, "fedavg", **SMALL)
     for path in here.server.checkpoints.glob("checkpoint-*.json"):

@@ -114,7 +114,7 @@ def test_a_run_directory(times: int, finished: Path, tmp_path: Path, record_prop
         assert shown == clean or name.name in sentence, (name, place)
         ends, sentence = outcome(lambda: Plan(parse(SMALL), copy).run(page=False))
         if ends is None:
-            assert name.name in sentence or "another experiment" in sentence
+            assert name.name in sentence or "a different experiment" in sentence
             continue
         damaged = any(end.damaged for end in ends)
         assert damaged == (name.parts[0] == "checkpoints"), (name, place)

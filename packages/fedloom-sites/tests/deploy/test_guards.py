@@ -146,7 +146,7 @@ def test_numbers_of_samples_that_cannot_be_are_refused_in_a_greeting(here: Scene
     grid.fault = lambda _node, _message, reply: changed(reply, 0, head={"sizes": sizes})
     transport.greet()
     assert transport.nodes == {}
-    assert "numbers of samples must be three numbers from 0 to 100000000" in said[0]
+    assert "the sample counts must be three numbers from 0 to 100000000" in said[0]
 
 
 @pytest.fixture(scope="module")

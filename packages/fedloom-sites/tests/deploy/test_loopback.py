@@ -43,7 +43,7 @@ def test_port_in_use(ready):
         ("server.key", "authority/ca.key", r"server\.key is not the key of server\.crt; 'fedloom deploy renew'"),
         ("server.key", "README.md", r"server\.key and its certificate cannot be read as PEM; 'fedloom deploy renew'"),
         ("server.crt", "README.md", r"server\.key and its certificate cannot be read as PEM; 'fedloom deploy renew'"),
-        ("ca.crt", "README.md", r"ca\.crt is not a certificate in PEM form"),
+        ("ca.crt", "README.md", r"ca\.crt is not a certificate in PEM format"),
     ],
 )
 def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(ready, name, content, sentence):

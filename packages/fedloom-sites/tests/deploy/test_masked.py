@@ -208,7 +208,7 @@ def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
     assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
     (here.server.checkpoints / "unmasked.json").unlink()  # a server that does not keep to it: the sites do
     here.serve(here.grid(losing({(2, "masked"): [4]})))
-    refused = [x for x in here.audit("rejected") if "summed with other sites. The" in x["reason"]]
+    refused = [x for x in here.audit("rejected") if "summed over different sites. The" in x["reason"]]
     assert {x["client"] for x in refused} == {0, 1, 2, 3}
 
 
@@ -260,7 +260,7 @@ def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path
     assert here.serve() is Stop.DONE
     [line] = here.audit("given up")
     assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
-    assert "A sum of other sites would reveal the difference" in line["reason"]
+    assert "the difference between the two sums would reveal individual uploads" in line["reason"]
     assert status_of(here.server)["sites"][0]["accepted"] == 3
     assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
     scored = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
@@ -487,7 +487,7 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
     assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.RESOLUTION_BITS))) is Stop.DONE
     [line] = here.audit("given up")
-    assert "the norm of the sum of dw of 5 sites is 1000, but can be at most 500" in line["reason"]
+    assert "the norm of the sum of dw over 5 sites is 1000, but it can be at most 500" in line["reason"]
 
 
 def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +514,7 @@ def test_sides_that_do_not_agree_refuse_each_other(tmp_path: Path) -> None:
     here = secured(tmp_path / "a", "fedavg")
     plain = here._replace(server=here.server.with_(secure=None))
     assert plain.serve() is Stop.TOO_FEW
-    assert any("answers no message of the kind train" in x["reason"] for x in here.audit("rejected"))
+    assert any("does not answer messages of kind train" in x["reason"] for x in here.audit("rejected"))
     here = secured(tmp_path / "b", "fedavg")
     open_ = here._replace(sites=[s.with_(secure=None) for s in here.sites])
     assert open_.serve() is Stop.TOO_FEW
@@ -626,14 +626,14 @@ def test_sums_with_different_weights_that_isolate_a_site_stay_closed() -> None:
     """A model and a control that follow from each other: one sum less a multiple of the other."""
     means, shares = (1.0, 2.0, 2.0), (1.0, 1.0, 1.0)
     check_summands(dict(enumerate(zip(means, means, strict=True))), range(3), 3, 0.8)
-    with pytest.raises(Broken, match="contains clients 0 only"):
+    with pytest.raises(Broken, match="contains only the clients 0"):
         check_summands(dict(enumerate(zip(means, shares, strict=True))), range(3), 3, 0.8)
     distinct, alike = (1.0, 2.0, 4.0, 7.0, 11.0), (1.0,) * 5
     check_summands(dict(enumerate(zip(distinct, alike, strict=True))), range(5), 3, 0.8)
-    with pytest.raises(Broken, match="contains clients 3, 4 only"):
+    with pytest.raises(Broken, match="contains only the clients 3, 4"):
         check_summands(dict(enumerate(zip((1.0, 1.0, 1.0, 7.0, 11.0), alike, strict=True))), range(5), 3, 0.8)
     nearly = (1.0, 2.0, 2.0001, 2.0002, 2.0003)
-    with pytest.raises(Broken, match="nearly of one client"):
+    with pytest.raises(Broken, match="almost only one client"):
         check_summands(dict(enumerate(zip(nearly, alike, strict=True))), range(5), 3, 0.8)
 
 
@@ -1036,7 +1036,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         lambda s: (s.receive(0, range(5)), s.masked(0), s.reveal(0, range(4), [0, 1])),
     ),
     "a sum after another was signed": (
-        "has signed a sum of other sites",
+        "has signed a sum over different sites",
         lambda s: (
             *(s.receive(0, range(5)), s.masked(0)),
             s.sites[0].agree(1, s.nonce, secure.join_parts(dict.fromkeys(range(4), b""))),
@@ -1058,7 +1058,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
         ),
     ),
     "an accusation that nobody signed": (
-        "the client has not signed the accusation",
+        "is not signed by client 1",
         lambda s: (s.shared(), s.sites[0].open(1, s.nonce, secure.join_parts({1: bytes(64)}))),
     ),
     "a second sum": (
@@ -1098,7 +1098,7 @@ def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, s
 def test_a_site_under_masks_answers_no_plain_question(kind: Kind, five: Scene) -> None:
     assert told(five, kind) == (
         "refused",
-        f"site site-0 answers no message of the kind {kind}, because the agreement has secure aggregation",
+        f"site site-0 does not answer messages of kind {kind}, because the agreement has secure aggregation",
     )
 
 

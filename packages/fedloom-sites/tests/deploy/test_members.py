@@ -470,7 +470,7 @@ def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Pa
 
 def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
     if trained[1]:
-        with pytest.raises(ConfigError, match="2 sites are left, but a run needs 3"):
+        with pytest.raises(ConfigError, match="only 2 sites would be left, but a run needs 3"):
             remove(ready, "site-1")
         return
     assert [m.site for m in remove(ready, "site-1").sites] == ["site-0", "site-2"]

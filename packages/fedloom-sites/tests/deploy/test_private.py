@@ -229,7 +229,7 @@ def test_scores_leave_a_site_that_promises_nothing(tmp_path: Path) -> None:
 
 def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
     """A server that asks what the agreed sampler never would."""
-    for how, word in ((LOCAL, "answers no analyses, because"), (CENTRAL, "answers no analyses, because")):
+    for how, word in ((LOCAL, "does not answer analyses, because"), (CENTRAL, "does not answer analyses, because")):
         here = scene(tmp_path / word / str(how is LOCAL), "fedavg", **SMALL, **how)
         site = Client(here.sites[0])
         head = {

@@ -464,7 +464,7 @@ def test_no_sentence_is_made_where_samples_can_be_read(tmp_path: Path) -> None:
     """A place whose errors leave the site cannot read a sample, and other errors than its own do not leave."""
     client = secured(tmp_path, "fedavg", SITES, **THREE).clients()[0]
     assert client.trainer.fed is client.trainer.fed
-    with pytest.raises(RuntimeError, match="samples were read in a place whose errors leave"), publish_reasons():
+    with pytest.raises(RuntimeError, match="samples were read in code whose error messages leave"), publish_reasons():
         _ = client.trainer.fed
     with pytest.raises(PublicReason, match="a sentence"), publish_reasons():
         raise Refused("a sentence")
@@ -545,10 +545,10 @@ def test_models_under_masks_are_counted(tmp_path: Path) -> None:
     for scored, kind in ((False, "masked"), (True, "tally")):
         answers = [asked(1, change, scored) for change in (0.0, 0.1, 0.2, 0.1, 0.3, 0.2)]
         assert [bool(one) for one in answers] == [False] * 4 + [True, False]
-        assert f"round 1: the site has already answered 3 models in messages of the kind {kind}" in answers[4]
+        assert f"round 1: the site has already answered 3 models in messages of kind {kind}" in answers[4]
     later = [asked(t, change) for t in (2, 3) for change in (0.0, 0.1, 0.2)]
     assert [bool(one) for one in later] == [False] * 5 + [True]
-    assert "8 models in messages of the kind masked in this experiment" in later[-1]
+    assert "8 models in messages of kind masked in this experiment" in later[-1]
 
 
 def neutral(here: Scene, changes: list[Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:

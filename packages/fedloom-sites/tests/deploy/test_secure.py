@@ -197,7 +197,7 @@ def test_advertisements_that_are_refused() -> None:
     for wrong, sentence in (
         ([own, own], "advertised twice"),
         ([own, secure.advertise(NAME, 1, sites[0].secrets, sites[1].signing)], "same key"),
-        ([own._replace(client=7)], "keys are advertised for client 7, who is not in the agreement"),
+        ([own._replace(client=7)], "keys are advertised for client 7, which is not in the agreement"),
     ):
         with pytest.raises(Refused, match=sentence):
             secure.check_adverts(NAME, wrong, keys)
@@ -208,7 +208,7 @@ def test_a_point_of_low_order_is_refused() -> None:
     sites, session = ready(range(2), 2)
     weak = sites[1].advert._replace(masking=bytes(32))
     session = secure.session_of(NAME, 2, [sites[0].advert, weak])
-    with pytest.raises(Refused, match="an advertised key is not a public key of X25519"):
+    with pytest.raises(Refused, match="an advertised key is not an X25519 public key"):
         secure.masked(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), np.zeros(1, dtype=np.uint64))
 
 

@@ -71,7 +71,7 @@ def test_who_answers_reads_a_site_file_as_who_checks_it(change, tmp_path):
 def test_a_path_with_the_character_nul_is_refused(name, tmp_path):
     path = tmp_path / "site.toml"
     path.write_text(text_of(site(tmp_path, **{name: "a\0b"})))
-    with pytest.raises(ConfigError, match=f"{name} = .* contains the character NUL"):
+    with pytest.raises(ConfigError, match=f"{name} = .* contains a NUL character"):
         read_site(path)
 
 
@@ -91,7 +91,7 @@ def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
     [
         ({"client": 2}, "client must be from 0 to 1, got 2"),
         *(
-            ({"server": text}, f"server: must be host:port, as fl.example.org:8443, got {text!r}")
+            ({"server": text}, f"server: must be host:port, such as fl.example.org:8443, got {text!r}")
             for text in ("https://host:1/x", "https://host:1", "host", "host:", ":1", "host:0", "host:65536", "host:²")
         ),
         ({"data": {"path": "x.csv"}}, "must contain source"),
@@ -114,7 +114,7 @@ def test_site_errors_name_file_and_key(tmp_path, change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"quorum": 3}, "quorum must be at most the 2 sites, got 3"),
+        ({"quorum": 3}, "quorum must be at most the number of sites (2), got 3"),
         ({"deadline": 50.0, "ttl": 20.0}, "ttl (20.0 s) must be at least the deadline (50.0 s)"),
         ({"body_limit": 1000}, "body_limit"),
     ],
@@ -132,7 +132,7 @@ def test_a_key_or_number_twice_is_refused(tmp_path):
         (one.with_(site="b", node_key=KEY.format(2), signing_key="ssh-ed25519 C"), "client"),
         (one.with_(client=1, node_key=KEY.format(2), signing_key="ssh-ed25519 C"), "site"),
     ):
-        with pytest.raises(ValueError, match=f"every {what} may occur once"):
+        with pytest.raises(ValueError, match=f"every {what} may occur only once"):
             server(tmp_path, sites=[one, other])
 
 

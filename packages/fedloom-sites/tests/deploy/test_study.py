@@ -180,7 +180,7 @@ def test_snapshots_belong_to_the_data_and_differ_by_enough_subjects(tmp_path: Pa
     grow(table, 3, 7)
     with pytest.raises(
         ConfigError,
-        match="differs from the snapshot of 2026-12-01 in 3 subjects, but the difference must be 0 or at least 5",
+        match="differs from the snapshot of 2026-12-01 by 3 subjects, but it must differ by 0 or at least 5",
     ):
         declare(home, "2026-12-02")
     text = table.read_text().splitlines(keepends=True)

@@ -287,7 +287,7 @@ def test_weights_that_change_are_changes_of_a_site() -> None:
     second = first.add_sum([*before], {"uploads": {**before, "d": [6.0]}}, states)
     assert second.record["changes"] == {"d": 1}
     with pytest.raises(
-        Broken, match="differ in d; a site may leave the sums over the same data, or return, at most 1 times"
+        Broken, match="previous sum in d; a site may leave the sums over the same data, or return, at most 1 times"
     ):
         second.add_sum([*before], {"uploads": before}, states)
     assert second.add_sum([*before], {"scores": before}, states).record["changes"] == {
@@ -305,7 +305,7 @@ def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) 
     session = sum_honestly(rogue, 2, rogue.download(1e-16), clients=rest)
     assert not session.told
     assert not session.vectors
-    assert any("they differ in site-4" in reason for reason in rogue.refused)
+    assert any("differ from the previous sum in site-4" in reason for reason in rogue.refused)
     assert sum_honestly(rogue, 3, rogue.download(1e-16)).told.keys() == {*range(5)}
     rogue = rogue_of(tmp_path / "two", changes=2)
     assert sum_honestly(rogue, 1, rogue.download()).told
@@ -334,7 +334,7 @@ def test_a_site_that_is_told_that_its_last_upload_was_lost(
     session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=bases)
     assert bool(session.told) is not is_checked
     if is_checked:
-        assert any("they differ in site-4" in reason for reason in rogue.refused)
+        assert any("differ from the previous sum in site-4" in reason for reason in rogue.refused)
         assert sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1,) * 5).told
     else:
         job, forms = rogue.trainer.job, rogue.trainer.forms
@@ -369,7 +369,7 @@ def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: 
         after = first.add_sum([*bases], weights, States("one", 5, bases))
         following = States("one", 6, dict.fromkeys(bases, 5))
         assert after.changed([*bases], weights, following) == moved
-        with pytest.raises(Broken, match="they differ in d"):
+        with pytest.raises(Broken, match="differ from the previous sum in d"):
             after.add_sum([*bases], weights, following)
     again = first.changed("abcd", weights, States("two", 1, {"a": 0, "b": 0, "c": 0, "d": 2}))
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
@@ -410,7 +410,7 @@ def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, caps
     other = Rogue(second_experiment(tmp_path, first, 7, data_name="other"))
     assert not other.begin(1, rest).sealed  # another name of the same source
     assert all("does not accept the data_name of the agreement" in one for one in other.refused)
-    assert "knows these data under the name 'data', but the agreement names" in capsys.readouterr().err
+    assert "knows these data under the name 'data', but the agreement calls" in capsys.readouterr().err
     for site in other.sites:  # as the refusal says, where the source contains other patients now
         path = site.site.state / NAMES_FILE
         with pytest.raises(Refused, match="knows these data under the name 'data'") as told:
@@ -468,7 +468,7 @@ def test_without_a_change_left_the_run_waits_or_the_site_stays_out(tmp_path: Pat
     here = secured(tmp_path / "none", "fedavg", rounds=3, agreed={"changes": 0})
     assert here.serve(here.grid(losing({(2, "keys"): [4], (2, "masked"): [4]}))) is Stop.TOO_FEW
     detail = here.summary()["detail"]
-    assert "they differ in site-4; a site may leave the sums over the same data, or return, at most 0 times" in detail
+    assert "previous sum in site-4; a site may leave the sums over the same data, or return, at most 0 times" in detail
     assert "The run continues when the sites of that sum are back" in detail
     assert here.serve() is Stop.DONE
     assert not here.audit("other sites")

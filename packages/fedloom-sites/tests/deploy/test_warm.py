@@ -327,11 +327,11 @@ def test_a_path_that_is_too_long_gets_a_short_private_folder(tmp_path, monkeypat
     assert path.parent.parent == tmp_path
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     path.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="others cannot write"):
+    with pytest.raises(ConfigError, match="not be writable by others"):
         place(state)
     path.parent.rmdir()
     path.parent.symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="others cannot write"):
+    with pytest.raises(ConfigError, match="not be writable by others"):
         place(state)
 
 

@@ -102,7 +102,7 @@ def test_a_model_is_saved_in_the_folder_that_its_node_names(tmp_path: Path) -> N
         loss = nn.functional.cross_entropy(model(x), y).item()
         assert loss == pytest.approx(strategy.client_metrics[4][k]["personal/test/loss"], rel=1e-5)
         Net().load_state_dict(ff.personal_model(context))
-        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, but in the given module \[2, 8\]"):
+        with pytest.raises(LayoutError, match=r"'0.weight' has the shape none, but in the given module it is \[2, 8\]"):
             fl.open_model(tmp_path / "models" / f"{context.node_id}.safetensors", nn.Sequential(nn.Linear(8, 2)))
 
 
@@ -343,7 +343,7 @@ def test_only_nodes_that_keep_something_miss_a_state_that_is_gone(
     strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=2)
     assert strategy.state is not None
     assert strategy.state.uploads.tolist() == [2, 2]
-    assert ("it starts again" in caplog.text) == (method == "ditto")
+    assert ("the node starts again" in caplog.text) == (method == "ditto")
 
 
 def test_without_a_global_model_no_function_scores_one(caplog: pytest.LogCaptureFixture) -> None:
@@ -456,7 +456,7 @@ def test_a_node_with_another_model_takes_no_part(capsys: pytest.CaptureFixture[s
     strategy, _ = run(app, "fedavg", rounds=2)
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
-    assert "parameter 'body.0.weight' has the shape [9, 5] in the node's model, but [8, 5] at the server" in (
+    assert "parameter 'body.0.weight' has the shape [9, 5] in the node's model, but [8, 5] in the server's model" in (
         capsys.readouterr().err
     )
     with pytest.raises(ConfigError, match="2 suitable nodes are connected, but 3 are needed; node 101: parameter"):
@@ -561,7 +561,7 @@ def test_too_few_nodes() -> None:
         (lambda: ff.client(local), r"client needs the app, as in @client\(app\)"),
         (
             lambda: ff.client(ClientApp())(ff.Local(Net(), samples(0))),
-            "decorates a function of Flower's context, got Local",
+            "must decorate a function of Flower's context, got Local",
         ),
         (lambda: run(App(lambda context: ff.Local(Net, samples(0)), 2)), "model must be a module"),
         (lambda: run(App(lambda context: ff.Local(Net(), samples(0), nn.MSELoss), 2)), "loss must be a function"),
@@ -661,19 +661,19 @@ def noisy(rounds: int) -> Any:
     [
         (
             lambda: private(DifferentialPrivacyClientSideFixedClipping, clipping_norm=1.0),
-            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; instead of",
+            "config contains 'clipping_norm', but fedloom nodes do not use it to clip; instead of",
         ),
         (
             lambda: private(DifferentialPrivacyClientSideAdaptiveClipping),
-            "config contains 'clipping_norm', but nodes of fedloom do not clip by it; instead of",
+            "config contains 'clipping_norm', but fedloom nodes do not use it to clip; instead of",
         ),
         (
             lambda: private(DifferentialPrivacyServerSideFixedClipping, clipping_norm=1.0),
-            r"ServerSideFixedClipping clips arrays of models, but nodes .*upload_transform=\{'kind'",
+            r"ServerSideFixedClipping clips arrays of models, but fedloom nodes .*upload_transform=\{'kind'",
         ),
         (
             lambda: private(DifferentialPrivacyServerSideAdaptiveClipping),
-            r"ServerSideAdaptiveClipping clips arrays of models, but nodes .*upload_transform=\{'kind'",
+            r"ServerSideAdaptiveClipping clips arrays of models, but fedloom nodes .*upload_transform=\{'kind'",
         ),
         (
             lambda: noisy(2),
@@ -862,7 +862,7 @@ def test_a_run_in_which_no_reply_was_used_has_no_result(lost: str | None) -> Non
         return reply
 
     strategy = ff.Strategy("fedavg", Net(), wait=0.1, **CHOICES)
-    with pytest.raises(RunStopped, match="no reply in any of 3 rounds, so nothing was trained. The"):
+    with pytest.raises(RunStopped, match="any reply in 3 rounds, so no model was trained. The"):
         strategy.start(App(local, 3, fault).grid, ArrayRecord(Net().state_dict()), num_rounds=3)
 
 

@@ -276,6 +276,6 @@ def test_another_channel_beside_a_nodes_own_noise_is_refused(fed: Federation) ->
     local = replace(local_of(fed)(App(local_of(fed), 1).contexts[100]), upload_transform={"clip": 1.0})
     setting = fl.Setting(algorithm=REGISTRY["fedavg"](), upload_transform=fl.channels.Sign())
     with pytest.raises(
-        Refused, match="an upload can have only one transform. Leave the strategy's upload_transform Sign out"
+        Refused, match="an upload can have only one transform. Remove upload_transform Sign from the strategy"
     ):
         local.add_noise_floor(setting)

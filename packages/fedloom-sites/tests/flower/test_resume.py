@@ -117,7 +117,7 @@ def test_nodes_without_a_folder_begin_anew(tmp_path: Path, capsys: pytest.Captur
     nodes.dies = None
     nodes.new_run()
     strategy, _ = nodes.start("ditto", tmp_path)
-    assert "the state of round 2 is no longer on this node, so it starts again" in capsys.readouterr().err
+    assert "the state of round 2 is no longer on this node, so the node starts again" in capsys.readouterr().err
     assert strategy.state is not None
     assert strategy.state.uploads.tolist() == [3, 3, 3]
 

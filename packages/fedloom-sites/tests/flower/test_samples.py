@@ -274,13 +274,13 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
     "no target by name": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items)),
         (
-            "trainset: in samples with 'writer', 'image', 'character', fedloom does not know which entry is "
-            "the target. Name"
+            "trainset: the samples contain the entries 'writer', 'image', 'character', and fedloom does not "
+            "know which one is the target. Name"
         ),
     ),
     "no such key": (
         lambda: ff.Local(nn.Linear(5, 3), Items(image_items), keys=("picture", "character")),
-        "keys: samples of trainset contain no 'picture'. Their entries: 'writer', 'image', 'character'",
+        "keys: the samples in trainset do not contain 'picture'. Their entries are: 'writer', 'image', 'character'",
     ),
     "no target": (lambda: ff.Local(nn.Linear(5, 3), Items(lambda k: numbers(5)[k])), "a sample has no target: Tensor"),
     "no tensors": (
@@ -293,7 +293,7 @@ SENTENCES: dict[str, tuple[Callable[[], ff.Local], str]] = {
             DataLoader(TensorDataset(numbers(5), codes(3)), sampler=WeightedRandomSampler([1.0] * N, N)),
         ),
         (
-            "draws with a WeightedRandomSampler, but the strategy's local settings draw the batches. Pass "
+            "uses a WeightedRandomSampler, but the strategy's local settings determine how batches are drawn. Pass "
             "the Dataset"
         ),
     ),
@@ -357,10 +357,7 @@ def test_values_that_do_not_train_must_be_those_of_the_server(capsys: pytest.Cap
     strategy.start(App(mixed, 3).grid, ArrayRecord(frozen(0).state_dict()), num_rounds=1)
     assert strategy.state is not None
     assert len(strategy.state.uploads) == 2
-    assert (
-        "node 101: '0.weight' is not trained, and its values at the node differ from the values"
-        in capsys.readouterr().err
-    )
+    assert "node 101: '0.weight' is not trained, but its values on the node (mean " in capsys.readouterr().err
 
 
 def test_models_of_text_are_personalised_and_scored_by_position() -> None:
@@ -428,7 +425,8 @@ def test_random_changes_of_samples_are_refused_and_what_the_error_names_works() 
     steady = TensorDataset(x, y)
     before = torch.get_rng_state()
     with pytest.raises(
-        ConfigError, match="the collate_fn of the DataLoader makes different batches from the same samples"
+        ConfigError,
+        match="the collate_fn of the DataLoader is random: it makes different batches from the same samples",
     ):
         ff.Local(model, DataLoader(steady, 2, collate_fn=masked)).read()
     assert torch.equal(torch.get_rng_state(), before)
@@ -448,6 +446,6 @@ def test_a_subject_in_two_sets_is_refused_and_its_entry_is_no_input() -> None:
     with pytest.raises(FedloomError, match="a subject .* is in the train part and in the test part"):
         ff.Local(nn.Linear(5, 3), sets(0), testset=sets(3), subject="patient").read()
     with pytest.raises(
-        FedloomError, match="samples of trainset contain no entry 'person'; they have 'x', 'patient', 'label'"
+        FedloomError, match="the samples in trainset have no entry 'person'; they have 'x', 'patient', 'label'"
     ):
         ff.Local(nn.Linear(5, 3), sets(0), subject="person").read()

@@ -92,7 +92,7 @@ def read_document(file: Path, kind: type, cure: str = "delete it and run it agai
     except (ValueError, RecursionError) as error:
         raise RunDirError(f"{file} is damaged: {error}; {cure}") from None
     if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
-        raise RunDirError(f"{file} is damaged: its content is of a different kind; {cure}")
+        raise RunDirError(f"{file} is damaged: it does not contain the expected kind of data; {cure}")
     return values
 
 

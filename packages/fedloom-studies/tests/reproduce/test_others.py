@@ -82,7 +82,7 @@ def test_a_missing_file_names_all_files_and_the_command_that_fetches_them(tmp_pa
     with pytest.raises(DataError, match=r"processed\.va\.data not found together.*fedloom data heart --fetch"):
         sources.FlambyHeart().load(tmp_path)
     (tmp_path / "processed.va.data").write_text("<html>\n")
-    with pytest.raises(DataError, match=r"processed\.va\.data: not a table of UCI heart disease"):
+    with pytest.raises(DataError, match=r"processed\.va\.data is not a table of the UCI heart disease data"):
         sources.FlambyHeart().load(tmp_path)
     with pytest.raises(DataError, match=r"brca\.csv, train_test_split\.csv or split\.csv not found.*owkin/FLamby"):
         sources.FlambyBrca().load(tmp_path)

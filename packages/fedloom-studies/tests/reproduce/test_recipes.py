@@ -172,7 +172,7 @@ def test_what_a_base_does_not_know_may_be_stated() -> None:
     base, network = (recipe(name) for name in ("flame-table3-mnist", "flame-table3-mnist-mlp"))
     assert {u.what for u in base.paper.open} - {u.what for u in network.paper.open} == {"model"}
     known = network.paper.model_dump()
-    with pytest.raises(ValueError, match="no unknown with the name weather"):
+    with pytest.raises(ValueError, match="no entry of `unknown` is named weather"):
         type(network.paper)(**{**known, "stated": ["weather"]})
 
 

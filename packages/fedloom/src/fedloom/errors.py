@@ -93,8 +93,8 @@ def worded(text: str) -> str:
     >>> worded("set {local.momentum = 0}")
     'set local={"momentum": 0}'
     >>> with entered("file"):
-    ...     worded("set {local.momentum = 0}"), worded("leave {attack} out")
-    ('set [local] momentum = 0', 'leave [attack] out')
+    ...     worded("set {local.momentum = 0}"), worded("omit {attack}")
+    ('set [local] momentum = 0', 'omit [attack]')
     """
     write = _KEY_WRITERS[_current.get() or "python"]
     return _KEY_PATTERN.sub(lambda match: write(match["table"], match["key"], match["value"]), text)

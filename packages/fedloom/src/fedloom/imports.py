@@ -218,9 +218,9 @@ def function(choice: Any, what: str) -> Function:
     target = find(choice, what) if is_path(choice) else choice
     if isinstance(choice, str) and re.fullmatch(r"\S+ [0-9a-f]{16}", choice):
         raise ConfigError(
-            f"{what}: the function {choice.partition(' ')[0]!r} was an object in Python and has no "
-            "import path. In Python, the same call of fl.compare with this folder returns its "
-            "models, and reruns nothing"
+            f"{what}: the function {choice.partition(' ')[0]!r} was passed as a Python object and has "
+            "no import path. In Python, the same call of fl.compare with this folder returns its "
+            "models, and does not rerun anything"
         )
     if not callable(target):
         raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")

@@ -97,7 +97,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
         if b"\0" in fsencode(path):
             raise ValueError
     except ValueError:  # and a character that the file system cannot encode
-        raise ConfigError(f"{what} has a character that no path can have: {path!r:.80}") from None
+        raise ConfigError(f"{what} contains a character that is not allowed in a path: {path!r:.80}") from None
     if long := [part for part in Path(path).parts if len(fsencode(part)) > MAX_NAME_BYTES]:
         raise ConfigError(
             f"{what}: {long[0]!r:.40}... is a name of {len(long[0]):,} characters, but a file system "
@@ -292,7 +292,7 @@ def read_summary(path: Path) -> Summary:
         json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
         return Summary.model_validate(document)
     except RecursionError as error:
-        raise RunDirError(f"{path} is damaged: nested too deeply. {REPAIR_HINT}") from error
+        raise RunDirError(f"{path} is damaged: it is nested too deeply. {REPAIR_HINT}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

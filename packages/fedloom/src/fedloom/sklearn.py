@@ -76,9 +76,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         try:
             seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
         except ValueError:
-            raise ConfigError(
-                f"random_state must be a whole number or a generator of numpy, got {state!r:.60}"
-            ) from None
+            raise ConfigError(f"random_state must be a whole number or a numpy generator, got {state!r:.60}") from None
         if subjects is not None:
             more |= {"design": design_of({"subject": _labels("subjects", subjects, len(x))}, len(x), "subjects")}
         if groups is not None:
@@ -199,7 +197,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise DataError(f"y contains only one class, {str(self.classes_[0])!r}. A classifier needs two")
+            raise DataError(f"y contains only one class, {str(self.classes_[0])!r}. A classifier needs at least two")
         task: Task = "binary" if len(self.classes_) == 2 else "classification"
         names = tuple(map(str, self.classes_.tolist()))
         self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, subjects, classes=names)

@@ -246,7 +246,7 @@ def make(
     options = _unaliased(options, make_value)
     for alias, name in getattr(make_value, "aliases", {}).items():
         if alias in options:
-            raise ConfigError(f"{where}: {alias} and {name} are the same option. Leave {alias} out")
+            raise ConfigError(f"{where}: {alias} and {name} are the same option. Omit {alias}")
     for key in options:
         if key not in fields:
             raise unknown("key", key, fields, where, hint(key, options[key]))

@@ -415,11 +415,11 @@ def test_a_network_that_magnifies_rounding_keeps_the_law_of_precision(seed: int)
 def test_a_module_is_checked_with_samples_that_it_takes() -> None:
     module = normalised(0)
     check_algorithm(FedBN(layers=("norm",)), layout=module, shape=(2,))
-    with pytest.raises(ConfigError, match=r"does not accept samples of shape \[5\].*Pass shape"):
+    with pytest.raises(ConfigError, match=r"does not accept samples of shape \[5\].*Pass `shape`"):
         check_algorithm(FedAvg(), layout=module, shape=(5,))
     with pytest.raises(ConfigError, match=r"at least two classes, got \[24, 1\]"):
         check_algorithm(FedAvg(), layout=nn.Linear(2, 1), shape=(2,))
-    with pytest.raises(ConfigError, match="Pass layout=MODULE too"):
+    with pytest.raises(ConfigError, match="Also pass layout=MODULE"):
         check_algorithm(FedAvg(), shape=(2,))
 
 

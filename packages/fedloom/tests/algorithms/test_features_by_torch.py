@@ -293,7 +293,7 @@ def test_a_mixture_is_refused_where_it_has_no_probabilities() -> None:
     data = fl.Dataset.create(rng.normal(size=(20, 3)).astype(np.float32), rng.normal(size=20).astype(np.float32))
     with pytest.raises(Refused, match=r"model.mixture mixes class probabilities"):
         fl.simulate("fedem", fl.partitions.iid(clients=2)(data, seed=0), MLP(hidden=(3,), mixture=2), rounds=1)
-    with pytest.raises(Refused, match="loss. Leave task.class_weights out"):
+    with pytest.raises(Refused, match="loss. Omit task.class_weights"):
         run(FedEM(), mixture=2, task={"class_weights": "balanced"})
 
 

@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_named(given: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "says"), [(LpProj(dim=3), r"projection must be \[3, 650\]"), (LpProj(dim=None), "dim = None")]
+    ("method", "says"), [(LpProj(dim=3), r"projection must have shape \[3, 650\]"), (LpProj(dim=None), "dim = None")]
 )
 def test_a_projection_that_does_not_fit(method: LpProj, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

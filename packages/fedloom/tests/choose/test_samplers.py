@@ -218,9 +218,9 @@ def test_availability_refuses_what_leaves_a_round_empty() -> None:
         Availability(table=((1, 0, 0), (0, 1))).check(3)
     with pytest.raises(ConfigError, match="at most the number of clients in the federation \\(2\\)"):
         Availability(clients=3).check(2)
-    with pytest.raises(ConfigError, match="set either table, or period and on"):
+    with pytest.raises(ConfigError, match="set either `table`, or `period` and `on`"):
         Availability(table=((1,),), period=3)
-    with pytest.raises(ConfigError, match="on must be at most period = 2, got 3"):
+    with pytest.raises(ConfigError, match="`on` must be at most `period` = 2, got 3"):
         Availability(period=2, on=3)
     Availability(period=2, on=2).check(1)
 

@@ -119,18 +119,18 @@ CASES = {
     "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated: the data needs 5,488 bytes, got 5,487. Fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*. Fetch the file again"),
     "truncated CIFAR": cifar(records([1])[:-1], "truncated: records have 3073 bytes, .*over. F", "data_batch_1.bin"),
-    "empty CIFAR": cifar(b"", "no record. Fetch the file again", "data_batch_1.bin"),
-    "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png: not a readable image .*. Replace"),
-    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "broken JSON: .*. The file is truncated or not a LEAF"),
+    "empty CIFAR": cifar(b"", "no records. Fetch the file again", "data_batch_1.bin"),
+    "truncated image": images({"a/1.png": png(1), "a/2.png": png(1)[:40]}, "2.png is not a readable image .*. Replace"),
+    "truncated LEAF": by_path("a.json", leaf({"u": A})[:-9], "invalid JSON .*. The file is truncated or not a LEAF"),
     "truncated heart": heart(HEART[:-9], "row 1 has [0-9]+ cells, expected 14; truncated"),
     "wrong magic": mnist(LABELS, lambda b: b"\0\0\x08\x03" + b[4:], "magic .* 0x00000801, got 0x00000803. This is not"),
-    "no image": images({"a/1.png": b"GIF89a"}, "1.png: not a readable image \\(no known format"),
-    "no archive": by_path("a.zip", b"PK\x03\x04garbage", "a.zip: truncated or damaged .*. Fetch"),
+    "no image": images({"a/1.png": b"GIF89a"}, "1.png is not a readable image \\(no known format"),
+    "no archive": by_path("a.zip", b"PK\x03\x04garbage", "a.zip is truncated or damaged .*. Fetch"),
     "image of another size": images(
-        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: image of 5x5, but the others are 6x4. Set side"
+        {"a/1.png": png(1), "b/1.png": png(2, (5, 5))}, "b/1.png: the image is 5x5, but the others are 6x4. Set side"
     ),
-    "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "sample 6 has the unknown label 10, labels must"),
-    "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12, labels must be from 0 to 9", "data_batch_1.bin"),
+    "unknown label, IDX": mnist(LABELS, lambda b: b[:-1] + b"\x0a", "sample 6 has the unknown label 10: labels must"),
+    "unknown label, CIFAR": cifar(records([1, 12]), "unknown label 12: labels must be from 0 to 9", "data_batch_1.bin"),
     "unknown label, image": images(
         {"train/a/1.png": png(1), "test/c/1.png": png(2)}, "unknown label 'c' in the test images of .*, because no"
     ),
@@ -138,24 +138,24 @@ CASES = {
     "unknown label, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [1e12])}), "'u' has the unknown label 1e\\+12"),
     "label below 0, LEAF": by_path("a.json", leaf({"u": ([[1, 2]], [-1])}), "user 'u' has the unknown label -1"),
     "unknown label, FEMNIST": Case(
-        "femnist", {"a.json": leaf({"u": ([[1.0] * 784], [62])})}, "user 'u' has the unknown label 62, labels"
+        "femnist", {"a.json": leaf({"u": ([[1.0] * 784], [62])})}, "user 'u' has the unknown label 62: labels"
     ),
     "unknown label, heart": heart(HEART[:-1] + "7", "row 1, column 'num': unknown label '7'; .* 0, 1, 2, 3, 4. Fetch"),
-    "unknown label, arrays": npz("has the unknown label 1e\\+09. .*. Repair", x=np.zeros((2, 1)), y=[0, 10**9]),
+    "unknown label, arrays": npz("has the unknown label 1e\\+09. .*. Correct", x=np.zeros((2, 1)), y=[0, 10**9]),
     "unknown level": heart(HEART.replace("6.0,0", "5.0,0"), "row 1, column 'thal': unknown level '5.0'; the"),
-    "empty client, LEAF": by_path("a.json", leaf({"u": A, "v": ([], [])}), "user 'v' has no sample. Remove the user"),
-    "empty client, heart": heart("", "processed.switzerland.data: empty, .*. Fetch"),
-    "duplicate users": by_path("a.json", leaf({"u": A}, users=["u", "u"]), "user 'u' is listed twice. Every user may"),
+    "empty client, LEAF": by_path("a.json", leaf({"u": A, "v": ([], [])}), "user 'v' has no samples. Remove the user"),
+    "empty client, heart": heart("", "processed.switzerland.data is empty, .*. Fetch"),
+    "duplicate users": by_path("a.json", leaf({"u": A}, users=["u", "u"]), "user 'u' is listed twice. Each user may"),
     "duplicate data": by_path(
         "a.json",
         leaf({"u": A}).replace(b'"u": {"x"', b'"u": {"x": [[1, 2]], "y": [0]}, "u": {"x"'),
-        r"user 'u' occurs twice \(also in .*\). Every user may",
+        r"user 'u' occurs twice \(also in .*\). Each user may",
     ),
     "more y than x": by_path(
         "a.json", leaf({"u": ([[1, 2]], [0, 1])}), "x of user 'u' has length 1, but y has length 2. Make"
     ),
     "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has length 2, but y has length 0"),
-    "users that are no names": by_path("a.json", leaf({"u": A}, users=[1]), "no list of users or no user_data"),
+    "users that are no names": by_path("a.json", leaf({"u": A}, users=[1]), "lacks users or user_data"),
     "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply. .* fetch the file again"),
     "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*. Use the binary version .*cifar-10-binary.tar.gz from"),
     "arrays with objects": npz("x.npy: contains object \\(a pickle\\), .*. Save the", x=np.array([{}], object), y=[0]),
@@ -169,8 +169,8 @@ CASES = {
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions. Set task"),
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cell, expected 2; .*repair the row"),
     "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature. The header contains 'ab'. Check"),
-    "empty table": by_path("t.csv", b"", "t.csv: empty. A table needs a header row"),
-    "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Name"),
+    "empty table": by_path("t.csv", b"", "t.csv is empty. A table needs a header row"),
+    "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*. Give"),
     "nothing there": Case("mnist", {}, "not found. Looked in .*. Put its original files there"),
 }  # fmt: skip
 
@@ -340,7 +340,7 @@ def offline(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("library", "words"),
     [
-        (None, r"needs the extra hub. Run: pip install 'fedloom\[hub\]'"),
+        (None, r"needs the `hub` extra. Run: pip install 'fedloom\[hub\]'"),
         (
             types.SimpleNamespace(load_dataset=offline),
             "cannot be loaded .*. Check the name and the connection, or load it once",

@@ -76,7 +76,7 @@ def test_the_time_per_gradient_is_relative_to_fedavg_and_says_where_it_goes(tmp_
     assert [rows[name]["forward/gradient"] for name in names[:2]] == [0, 2]  # its own model before, and the server's
     assert rows["moon"]["relative to fedavg"] > rows["fedavg"]["relative to fedavg"]
     assert rows["analytic-fl"]["note"] == "no gradient in these rounds"
-    assert "--workers: cannot be used with --per-gradient" in call(
+    assert "--workers cannot be used with --per-gradient" in call(
         "bench", file, "--per-gradient", "--workers", 2, code=2
     )
 
@@ -202,8 +202,8 @@ def test_rounds_on_other_machines_are_calculated(file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--machines", "2", "--cohort", "3"], "--machines and --cohort: can be used only with --ranks"),
-        (["--ranks", "2", "--gradient-engine", "compiled"], "--gradient-engine: cannot be used with --ranks"),
+        (["--machines", "2", "--cohort", "3"], "--machines and --cohort can be used only with --ranks"),
+        (["--ranks", "2", "--gradient-engine", "compiled"], "--gradient-engine cannot be used with --ranks"),
     ],
 )
 def test_options_of_the_other_table_are_refused(file: Path, given: list[str], said: str) -> None:

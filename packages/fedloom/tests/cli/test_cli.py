@@ -234,7 +234,7 @@ BAD = {
     "label twice": (('"flame"\nrho = 0.2', '"fedavg"'), "two methods have the label 'fedavg'"),
     "no method": (("[[method]]", "[[methods]]"), "unknown key 'methods'"),
     "toml": (("rounds = 3", "rounds = = 3"), "not a TOML file"),
-    "seed": (("[0, 1]", "[0, 0]"), "every seed may occur once"),
+    "seed": (("[0, 1]", "[0, 0]"), "every seed may occur only once"),
     "workers": (("[local]", "[engine]\nworkers = 0\n[local]"), "workers"),
     "path": (('"digits"', '"no/such/file.npz"'), "no/such/file.npz"),
     "aggregator": (("[local]", '[aggregator]\nkind = "krum"\nf = 3\n[local]'), "2 f + 3"),

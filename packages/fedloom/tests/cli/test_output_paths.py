@@ -370,7 +370,7 @@ def test_tables_beside_a_report_replace_no_tables_of_someone_else(here: Path) ->
     for name in ("models.html", "checkpoints.html", "adapted.HTML"):
         assert "is in the run directory" in call("report", here / "run", "--out", here / "run" / name, code=2)
     call("report", here / "run", "--card")
-    assert "may contain text that people wrote. Move" in call("report", here / "run", "--card", code=2)
+    assert "may contain text written by people. Move" in call("report", here / "run", "--card", code=2)
 
 
 def test_methods_that_write_refuse_the_same_places(here: Path) -> None:

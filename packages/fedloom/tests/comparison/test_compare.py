@@ -191,7 +191,7 @@ def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
 
 def test_what_it_has_not_is_named(whole: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"no result of 'fedavg'. Use a label and a seed, as in comparison\['fedavg', 0\]"
+        ConfigError, match=r"no result for 'fedavg'. Use a label and a seed from .*, as in comparison\['fedavg', 0\]"
     ):
         whole["fedavg"]
     for ask in (whole.plot, lambda name: whole.significance(figure=name)):
@@ -326,8 +326,8 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
     [
         ({"partition": None}, "the data are not split"),
         ({"partition": "dirichlt"}, "did you mean 'dirichlet'"),
-        ({"methods": {}}, "methods must be a table by label"),
-        ({"methods": "fedavg"}, "methods must be a table by label"),
+        ({"methods": {}}, "methods must be a dict that maps labels to methods"),
+        ({"methods": "fedavg"}, "methods must be a dict that maps labels to methods"),
         ({"methods": ["fedavg", "fedavg"]}, "two methods have the label 'fedavg'"),
         ({"methods": {3: "fedavg"}}, "a label must be printable text, got 3"),
         ({"methods": {"a": 3}}, "a: must be a method such as"),
@@ -342,7 +342,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
         ({"baseline": "ditto"}, "baseline: unknown method to compare with 'ditto'"),
         ({"compare_model": "best"}, "compare_model: unknown choice 'best'"),
-        ({"seeds": [0, 0]}, "every seed may occur once"),
+        ({"seeds": [0, 0]}, "every seed may occur only once"),
         ({"seeds": 5}, "seeds must be a sequence of whole numbers"),
         ({"seeds": []}, r"seeds must be a sequence of whole numbers, such as range\(5\), got \[\]"),
         ({"data": [(*PAIR, *PAIR)] * 2, "partition": None}, r"client 0: features without targets. Pass {'train':"),
@@ -351,7 +351,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"round": 3}, "unknown key 'round'"),
         ({"compare_modle": "all"}, r"compare: unknown key 'compare_modle'; did you mean 'compare_model'\?$"),
         ({"algorithm": "ditto"}, "compare: unknown key 'algorithm'"),
-        ({"seed": 1}, r"seed is for one run. Pass seeds=\[1\]"),
+        ({"seed": 1}, r"`seed` sets the seed of a single run. Pass seeds=\[1\]"),
         ({"methods": {"a": {"algorithm": "ditto", "seeds": [1]}}}, r"methods share it. Pass compare\(..., seeds="),
         ({"methods": {"a": {"algorithm": "ditto", "local": {"mu": 1}}}}, "a: local: unknown key 'mu'; it is an option"),
         ({"data": None}, "data is missing"),

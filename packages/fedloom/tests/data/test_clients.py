@@ -168,7 +168,7 @@ def test_a_list_is_samples_or_clients_whatever_its_length() -> None:
 
 
 def test_clients_are_no_samples() -> None:
-    with pytest.raises(FedloomError, match="are clients. Pass them to fl.Federation.create"):
+    with pytest.raises(FedloomError, match="look like the data of clients. Pass them to fl.Federation.create"):
         fl.Dataset.create([samples(9, 0, 0), samples(5, 0, 1)])
     with pytest.raises(FedloomError, match="or pass a list of clients"):
         fl.simulate("fedavg", samples(9, 0, 0), rounds=1)  # type: ignore[arg-type]

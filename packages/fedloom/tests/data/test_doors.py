@@ -272,7 +272,7 @@ def test_an_array_s_number_beyond_a_model_s_is_named(tmp_path: Path) -> None:
     for file in ("t.npz", "f.npz"):
         with pytest.raises(DataError, match=rf"{file}.*{wanted}"):
             fl.load(tmp_path / file)
-    with pytest.raises(DataError, match=rf"{wanted}\. Repair the number, or leave the row out"):
+    with pytest.raises(DataError, match=rf"{wanted}\. Repair the number, or remove the row"):
         Dataset.create(x, np.arange(40) % 2)
     with pytest.raises(DataError, match=r"row 0: expected a number .*\(40 such rows\)"):
         Dataset.create(np.full((40, 1, 2, 2), 1e300), np.arange(40) % 2)

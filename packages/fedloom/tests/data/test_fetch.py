@@ -99,7 +99,7 @@ def test_a_mirror_takes_the_place_of_one_that_fails(remote: tuple[str, Path], tm
 def test_what_has_another_digest_is_not_kept(remote: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = remote
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.zeros(12))))
-    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte.gz was not fetched .*does not have the digest"):
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte.gz could not be fetched .*does not have the digest"):
         fetch.fetch("mnist", tmp_path)
     assert not (tmp_path / "mnist" / "train-labels-idx1-ubyte.gz").exists()
 
@@ -108,7 +108,7 @@ def test_offline_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setitem(
         fetch.REMOTE_SETS, "mnist", fetch.REMOTE_SETS["mnist"]._replace(mirrors=("http://127.0.0.1:9/",))
     )
-    with pytest.raises(DataError, match=r"Is this machine offline\? Put the original file into .*mnist by hand"):
+    with pytest.raises(DataError, match=r"Is this machine offline\? Put the original file into .*mnist manually"):
         fetch.fetch("mnist", tmp_path)
 
 

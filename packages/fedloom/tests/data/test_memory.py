@@ -218,7 +218,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create(TensorDataset(torch.from_numpy(X))),
             ConfigError,
-            "has 1 tensors, expected features and",
+            "has 1 tensors, but expected features and",
         ),
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i] / 2 if i else X[i], 0))),
@@ -257,12 +257,12 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create({"x": X, "y": Y}, Y[::-1]),
             ConfigError,
-            "already contains targets. Leave target out",
+            "already contains targets. Omit `target`",
         ),
         (
             lambda: Dataset.create(Pairs(lambda i: (X[i], 0)), Y),
             ConfigError,
-            "already contains targets. Leave target out",
+            "already contains targets. Omit `target`",
         ),
         (
             lambda: Dataset.create((csr_array(X[:, 0]), Y)),
@@ -283,7 +283,7 @@ def test_options_of_arrays() -> None:
         (
             lambda: Dataset.create((X, Y), test=(X[:1, :2], [0])),
             DataError,
-            "training samples of shape .* test samples of",
+            "training samples have shape .* test samples have",
         ),
         (lambda: Dataset.create(X, Y, clients=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
         (lambda: Dataset.create(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),

@@ -184,7 +184,7 @@ def test_test_samples_in_the_ratio_of_training_labels() -> None:
         own = fed.indices("test", client)
         assert len(own.unique()) == 50
         assert int(own.min()) >= 1000  # official test samples only
-    with pytest.raises(PartitionError, match="but toy has [0-9]+. Lower test_count"):
+    with pytest.raises(PartitionError, match="but toy has [0-9]+. Lower `test_count`"):
         PARTITIONS["shards"](clients=5, labels_per_client=1, test_from="ratio", test_count=900)(data, 0)
     with pytest.raises(PartitionError, match="no official test set"):
         PARTITIONS["iid"](test_from="ratio")(toy(), 0)
@@ -413,7 +413,7 @@ def test_rotated_in_a_hybrid_leaves_the_other_half() -> None:
         (
             Dataset("rows", torch.ones(9, 5), torch.arange(9) % 3, classes=tuple("abc")),
             {},
-            r"needs images \[channels, height, width\]",
+            r"needs images of shape \[channels, height, width\]",
         ),
         (pictures(height=3), {"turns": 4}, "4 turns need square images, but the images of pictures are 3 x 4"),
         (pictures(), {"clients": 7, "inverted": True, "turns": 4}, "8 views need at least as many clients, got 7"),
@@ -557,7 +557,7 @@ def test_combinations_without_sense_are_refused() -> None:
         PARTITIONS["feature-noise"](clients=5, base=overlapping)(toy(), 0)
     with pytest.raises(Refused, match="test_from = 'own'"):
         PARTITIONS["label-swap"](clients=5, test_from="ratio", test_count=5)(toy(test=100), 0)
-    with pytest.raises(ConfigError, match="Leave folds or test_from out"):
+    with pytest.raises(ConfigError, match="Omit `folds` or `test_from`"):
         PARTITIONS["iid"](folds=3, test_from="ratio")
     with pytest.raises(Refused, match="clusters"):
         PARTITIONS["feature-noise"](base={"kind": "clusters"})(toy(), 0)

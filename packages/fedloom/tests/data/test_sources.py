@@ -55,7 +55,7 @@ def spoil(files: dict[str, bytes], name: str, change: Callable[[bytes], bytes]) 
         (
             "t10k-labels-idx1-ubyte",
             lambda b: idx(np.array([0, 10, 1])),
-            "t10k-labels.*sample 1 has the unknown label 10, labels must be from 0 to 9",
+            "t10k-labels.*sample 1 has the unknown label 10: labels must be from 0 to 9",
         ),
         ("t10k-images-idx3-ubyte", lambda b: idx(np.zeros((3, 27, 28))), "images of \\(28, 28\\) .* \\(27, 28\\)"),
         ("train-images-idx3-ubyte", lambda b: struct.pack(">4I", 0x803, 2**31, 28, 28), "unpacks to"),
@@ -111,7 +111,7 @@ def test_a_folder_without_a_known_name_is_given_up(tmp_path: Path, monkeypatch: 
     write(tmp_path, {f"{i:03}.unknown": b"" for i in range(50)} | {"z.csv": b"a,label\n1,x\n2,y\n"})
     assert detect(tmp_path).__name__ == "Csv"
     monkeypatch.setitem(detect.__globals__, "GIVEN_UP", 20)
-    with pytest.raises(DataError, match="no known data set. Known formats"):
+    with pytest.raises(DataError, match="no data set in a known format. Known formats"):
         detect(tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_python_batches_beside_binary_ones_are_left_alone(tmp_path: Path) -> Non
     ("content", "words"),
     [
         (records([1])[:-1], "truncated: records have 3073 bytes"),
-        (records([10]), "unknown label 10, labels must be from 0 to 9"),
+        (records([10]), "unknown label 10: labels must be from 0 to 9"),
     ],
 )
 def test_a_spoiled_binary_batch_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
@@ -273,13 +273,13 @@ def test_colour_and_size_can_be_asked_for(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.png": png(10, (8, 8), "RGB"), "b/1.png": png(20, (4, 4))})
     assert load(tmp_path, side=5).shape == (3, 5, 5)
     assert load(tmp_path, side=5, rgb=False).shape == (1, 5, 5)
-    with pytest.raises(DataError, match="image of 4x4, but the others are 8x8. Set side"):
+    with pytest.raises(DataError, match="the image is 4x4, but the others are 8x8. Set side"):
         load(tmp_path)
 
 
 def test_spoiled_images_are_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.png": png(1), "a/2.png": png(1)[:40]})
-    with pytest.raises(DataError, match="2.png: not a readable image"):
+    with pytest.raises(DataError, match="2.png is not a readable image"):
         load(tmp_path)
     write(tmp_path / "c", {"a/1.jpg": b"no image"})
     with pytest.raises(DataError, match="not a readable image"):
@@ -347,11 +347,11 @@ def test_leaf_rows_may_be_nested_and_y_real(tmp_path: Path) -> None:
         (leaf({"u": ([[1, 2]], [0, 1])}), "x of user 'u' has length 1, but y has length 2"),
         (leaf({"u": ([[1, 2], [3]], [0, 1])}), "sample of 1 value, but the others have 2"),
         (leaf({"u": ([["a", "b"]], [0])}), "user 'u' has x that are not numbers"),
-        (leaf({"u": ([], [])}), "user 'u' has no sample. Remove the user"),
-        (leaf({"u": A})[:-20], "broken JSON"),
-        (leaf({"u": A}) + b"{}", "broken JSON: Extra data"),
+        (leaf({"u": ([], [])}), "user 'u' has no samples. Remove the user"),
+        (leaf({"u": A})[:-20], "invalid JSON"),
+        (leaf({"u": A}) + b"{}", "invalid JSON .Extra data"),
         (b"[1, 2]", "not a LEAF file"),
-        (b"{}", "no list of users or no user_data"),
+        (b"{}", "lacks users or user_data"),
         (leaf({"u": A}).replace(b'"u": {"x"', b'"u": {"x": [[1, 2]], "y": [0]}, "u": {"x"'), "user 'u' occurs twice"),
     ],
 )
@@ -508,7 +508,7 @@ def test_spoiled_arrays_on_disk_are_refused(x: Any, words: str, tmp_path: Path) 
 def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     path = folder_of(tmp_path, np.zeros((30, 20), np.float32), np.arange(30)) / "x.npy"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=r"x.npy: cannot be read as an array"):
+    with pytest.raises(DataError, match=r"x.npy cannot be read as an array"):
         load(tmp_path)
 
 

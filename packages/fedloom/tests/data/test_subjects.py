@@ -98,7 +98,7 @@ def test_no_subject_is_in_two_parts(kind: str, split: str, roles: str) -> None:
     data = samples(images=name == "rotated", **ROLES[roles])
     cut = PARTITIONS[name](**options, **SPLITS[split])
     if roles == "marked" and split == "folds":
-        with pytest.raises(PartitionError, match=r"folds = 3 cannot choose other test rows\. Leave one of the two out"):
+        with pytest.raises(PartitionError, match=r"folds = 3 cannot choose other test rows\. Omit one of the two"):
             cut(data, seed=1)
         return
     for seed in range(2):
@@ -287,7 +287,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "two roles": ({"subject": "patient_id", "order": "patient_id"}, ConfigError, "subject and order are both"),
     "target": ({"subject": "died"}, ConfigError, "the target cannot also be subject"),
     "text": ({"order": "sex"}, DataError, "row 0, column 'sex': expected a number or a date, got 'f'"),
-    "since alone": ({"test_since": 3}, ConfigError, "test_since needs order"),
+    "since alone": ({"test_since": 3}, ConfigError, "`test_since` needs `order`"),
     "levels alone": ({"test_levels": ["x"]}, ConfigError, "test_levels are levels of test_column"),
     "no mark": ({"test_column": "sex"}, ConfigError, "neither yes nor no. List the levels"),
     "no level": ({"test_column": "cohort", "test_levels": ["z"]}, ConfigError, "has no level 'z'"),
@@ -336,7 +336,7 @@ def test_samples_in_memory_have_subjects_too(tmp_path: Path) -> None:
     assert not parts["train"] & parts["test"]
     with pytest.raises(DataError, match="one value per sample"):
         fl.Dataset.create((x, y), subject=who[:5])
-    with pytest.raises(DataError, match="order must be finite numbers or dates"):
+    with pytest.raises(DataError, match="`order` must contain finite numbers or dates"):
         fl.Dataset.create((x, y), order=[str(k) for k in range(90)])
 
 
@@ -553,7 +553,7 @@ def test_levels_of_test_rows_may_be_numbers_and_a_mark_of_training_rows_is_refus
         assert data.design.held_out.numpy().tolist() == held_out.tolist()
     for name in ("is_train", "Training", "train"):
         marked = frame.drop(columns="year").assign(**{name: (~held_out).astype(int)})
-        with pytest.raises(ConfigError, match="name of a mark of training rows"):
+        with pytest.raises(ConfigError, match="has a name that suggests training rows"):
             fl.Dataset.create(marked, target="y", test_column=name)
         data = fl.Dataset.create(marked, target="y", test_column=name, test_levels=["0"])
         assert data.design.held_out.numpy().tolist() == held_out.tolist()

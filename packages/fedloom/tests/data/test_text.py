@@ -143,9 +143,9 @@ def test_sent140_by_user(tmp_path: Path) -> None:
         ("shakespeare", leaf({"u": (["to"], ["ab"])}), "the y of user 'u' contains values that are not characters"),
         ("shakespeare", leaf({"u": (["to"], [1])}), "the y of user 'u' contains values that are not characters"),
         ("sent140", leaf({"u": (["to"], [1])}), "user 'u' has x that are no tweets"),
-        ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2. A tweet is 0"),
+        ("sent140", leaf({"u": ([["", "", "", "", "a"]], [2])}), "has the label 2. The label of a tweet"),
         ("sent140", leaf({"u": ([["", "", "", "", "a"]], ["²"])}), "the y of user 'u' contains values that are not"),
-        ("sent140", json.dumps({"users": []}).encode(), "no list of users or no user_data"),
+        ("sent140", json.dumps({"users": []}).encode(), "lacks users or user_data"),
     ],
 )
 def test_a_spoiled_file_of_texts_is_refused(source: str, content: bytes, words: str, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_halves_of_the_modules_share_a_vocabulary() -> None:
     whole, even, odd = (load("docstrings", max_characters=100, modules=m) for m in ("all", "even", "odd"))
     assert even.vocabulary == odd.vocabulary == whole.vocabulary
     assert sorted(even.user_names + odd.user_names) == list(whole.user_names)
-    with pytest.raises(DataError, match="docstrings. Lower min_characters"):
+    with pytest.raises(DataError, match="docstrings. Lower `min_characters`"):
         load("docstrings", min_characters=10**9)
 
 

@@ -67,7 +67,7 @@ FAULTS: dict[str, tuple[list[hospitals.Row], Text, tuple[str, ...]]] = {
         ROWS, lambda t: t.replace("\n", "\n,,years,,,mmHg,mg/dL,,,,\n", 1),
         ("row 2 has text where all others have numbers ('years' in 'age', 'mmHg' in 'systolic', 'mg/dL'", "delete it"),
     ),
-    "groups above": (ROWS, lambda t: "Who,,,,,Labs,,,,,\n" + t, ("two columns have the same name, ''", "lines above")),
+    "groups above": (ROWS, lambda t: "Who,,,,,Labs,,,,,\n" + t, ("two columns have the same name: ''", "lines above")),
     "spaces": (ROWS, lambda t: t.replace(",", "  "), ("separated by spaces, so set separator = ' '",)),
     "title above": (ROWS, lambda t: "Export of May\n" + t, ("no columns 'age',", "is another line above it")),
     "units in cells": (every(2, glucose="95.2 mg/dl"), same, ("column 'glucose'", "(75 such)", "in one unit")),
@@ -330,13 +330,13 @@ def _export(column: str = "", cell: Callable[[int], object] = str, separator: st
 
 
 EXPORTS: dict[str, tuple[str | bytes, str]] = {
-    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 contains a byte 0, which does not occur in text"),
-    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 contains a byte 0"),
+    "a byte 0": (_export().replace("died", "di\0ed", 1), "line 1 contains a null byte, which does not occur in text"),
+    "a byte 0 in a class": (_export()[:-2] + "0\0\n", "line 61 contains a null byte"),
     "an invisible sign in a header": (_export("\u200bdose"), "holds U.200B, which is invisible"),
     "a mark in the middle": ("age,\ufeffcrp" + _export()[7:], "holds U.FEFF, which is invisible"),
     "an invisible sign in a class": (_export()[:-2] + "0\u00ad\n", "a level '0.*holds U.00AD, which is invisible"),
-    "headers that differ in a blank": (_export("age "), "columns 'age ' differ from other columns only in blanks"),
-    "headers that differ in their form": (_export("\uff41ge"), "differ from other columns only in blanks"),
+    "headers that differ in a blank": (_export("age "), "columns 'age ' differ from other columns only in whitespace"),
+    "headers that differ in their form": (_export("\uff41ge"), "differ from other columns only in whitespace"),
     "a sign of minus": (_export("d", lambda k: f"\u2212{k}.5"), "'d'.*write only numbers"),
     "thin spaces": (_export("d", lambda k: f"1\u202f{k:03}"), "'d'.*write only numbers"),
     "negative in brackets": (_export("d", lambda k: f"({k}.5)"), "'d'.*write only numbers"),

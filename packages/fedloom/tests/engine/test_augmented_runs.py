@@ -65,7 +65,7 @@ def test_a_run_is_not_continued_with_other_noise(tmp_path: Path) -> None:
 
     run(noisy(0.1), None, folder=tmp_path)
     run(noisy(0.1), None, folder=tmp_path)
-    with pytest.raises(RunDirError, match="another run"):
+    with pytest.raises(RunDirError, match="a different run"):
         run(noisy(0.2), None, folder=tmp_path)
 
 

@@ -369,8 +369,8 @@ class Adds(FedADMM):
     [
         ("fedacs", {}, "has no global model"),
         ("local", {}, "has no global model"),
-        (Adds(), {}, "adds up uploads with the shares of their rounds"),
-        (FedADMM(server_lr=1.0), {}, "adds up uploads with the shares"),
+        (Adds(), {}, "adds up uploads, each weighted by the shares of its round"),
+        (FedADMM(server_lr=1.0), {}, "adds up uploads, each weighted by the shares"),
         (FedDyn(), {"aggregator": "median"}, "sums the results of that rule, in which clients have no shares"),
         (
             "fedavg",

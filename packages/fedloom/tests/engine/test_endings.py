@@ -212,7 +212,7 @@ def test_no_figure_has_many_digits(value: float) -> None:
 
 @pytest.mark.parametrize("given", [{"epochs": 0}, {"steps": 0}, {"lr": 1e-60}])
 def test_local_training_without_a_step_is_refused(given: dict[str, float], fed: Federation) -> None:
-    with pytest.raises(ConfigError, match=rf"local\.{next(iter(given))} = .* trains nothing\. Set"):
+    with pytest.raises(ConfigError, match=rf"local\.{next(iter(given))} = .* nothing would be trained\. Set"):
         fl.simulate("fedavg", fed, local=given)
 
 

@@ -94,11 +94,11 @@ REASONS = {
         "The server adds up uploads over rounds, so it would also add up the noise of all rounds.",
     ),
     "mixes": (
-        "mixes single models",
+        "mixes individual models",
         "The server mixes the clients' models for every client, and has no common aggregate.",
     ),
     "by itself": (
-        "averages single models (itself|with its own weights)",
+        "averages individual models (itself|with its own weights)",
         "The server averages the clients' models with the method's own rule.",
     ),
     "exact": (
@@ -122,7 +122,10 @@ REASONS = {
         "also receives uploads from individual",
         "The server also receives single uploads, which noise on a mean does not protect.",
     ),
-    "mixes itself": ("mixes single models for every", "The server already mixes the clients' models for every client."),
+    "mixes itself": (
+        "mixes individual models for every",
+        "The server already mixes the clients' models for every client.",
+    ),
     "clusters": ("has one model for each cluster", "The server already has one model per cluster."),
     "consensus": (
         "for one consensus model, and personalized",
@@ -623,7 +626,7 @@ PAIR_REASONS = {
     ),
     "one row": ("needs m >", "The rule needs several uploads, but every upload is a separate server update."),
     "single models": (
-        "mixtures of single models, but noise on a mean does not protect",
+        "mixtures of individual models, but noise on a mean does not protect",
         "Personalized aggregation sends mixtures of single models, which noise on a mean does not protect.",
     ),
 }

@@ -139,11 +139,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "positions for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition=[range(30), range(30, 60)]),
-        "pass them as the data, in a list of (x, y)",
+        "pass the clients as the data, as a list of (x, y)",
     ),
     "positions by client for a partition": (
         lambda: fl.compare(["fedavg"], (X, Y), partition={0: range(30), 1: range(30, 60)}),
-        "y). From lists of positions, make (x[list], y[list])",
+        "y). If you have lists of positions, pass (x[list], y[list])",
     ),
     "aggregator": (lambda: run(aggregator="krumm"), "did you mean 'krum'?"),
     "sampler as a number": (lambda: run(sampler=2), "sampler: must be a Sampler or a table, got 2"),

@@ -137,7 +137,7 @@ def test_a_wrong_choice_is_a_sentence(fed: Federation, choices: dict[str, object
 
 def test_a_folder_of_another_run_says_what_differs(fed: Federation, tmp_path: Path) -> None:
     fl.simulate("fedavg", fed, rounds=1, folder=tmp_path)
-    with pytest.raises(RunDirError, match=r"another run: local\.lr was 0\.01, now it is 0\.2"):
+    with pytest.raises(RunDirError, match=r"a different run: local\.lr was 0\.01, now it is 0\.2"):
         fl.simulate("fedavg", fed, rounds=1, local={"lr": 0.2}, folder=tmp_path)
     fl.simulate("fedavg", fed, rounds=1, folder=tmp_path, engine={"checkpoint_every": 1.0})
 

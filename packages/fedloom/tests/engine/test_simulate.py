@@ -186,7 +186,7 @@ def test_groups_count_the_same() -> None:
     [
         ("groups", "needs clients in groups"),
         ([1.0], "one number for each of the 20 clients"),
-        ([0.0] * 20, "not all of them may be zero"),
+        ([0.0] * 20, "at least one of them must be positive"),
         ([-1.0] * 20, "greater than or equal to 0"),
         ("sample", "'samples'"),
     ],
@@ -570,7 +570,7 @@ def test_refusals_follow_from_the_kinds() -> None:
         (FedDyn(), {"aggregator": PrivateMean()}, "accumulates uploads"),
         (FedDyn(), {"aggregation_weights": SamplesWeigher()}, "adds up uploads over rounds"),
         (composed("flame"), {"aggregation_weights": SamplesWeigher()}, "keeps every client"),
-        (composed("fedskip"), {"aggregator": Median()}, "mixes single models"),
+        (composed("fedskip"), {"aggregator": Median()}, "mixes individual models"),
         (LocalOnly(), {"aggregator": Median()}, "uploads nothing"),
         (composed("scaffold"), {"local": LocalSGD(momentum=0.5)}, "momentum"),
         (FedAvg(), {"aggregation_weights": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),

@@ -122,7 +122,7 @@ def test_a_run_alone_goes_on_with_what_one_that_joined_has_left(small: dict[str,
         if event.round == 2:
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunStopped, match="other processes that joined still work"):
+    with pytest.raises(RunStopped, match="other processes that joined are still running"):
         join(SMALL, tmp_path / "out", stop)
     assert (tmp_path / "out" / WORK_FOLDER / "fedavg-0" / "1" / "state" / "checkpoint-1.json").exists()
     assert alone(SMALL, tmp_path / "out") == small
@@ -246,7 +246,7 @@ def test_every_process_of_a_comparison_has_all_of_it(tmp_path: Path) -> None:
     here = compare(tmp_path / "here")
     assert together.results.keys() == here.results.keys()
     assert contents(tmp_path / "shared") == contents(tmp_path / "here")
-    with pytest.raises(ConfigError, match="shared. Name a folder that all processes can use"):
+    with pytest.raises(ConfigError, match="share their runs. Name a folder that all processes can use"):
         compare(None, join=True)  # type: ignore[arg-type]
 
 
@@ -261,5 +261,6 @@ def test_the_command_joins_and_ctrl_c_is_one_line(tmp_path: Path) -> None:
     assert first.returncode == 130
     lines = [line for line in said.splitlines() if "round" not in line]
     assert lines == [
-        f"{Stop.INTERRUPTED.value} (other processes that joined still work. The same command joins them again)"
+        f"{Stop.INTERRUPTED.value} (other processes that joined are still running. "
+        "Run the same command to join them again)"
     ]

@@ -128,7 +128,7 @@ def test_dirichlet_takes_the_name_of_either_paper() -> None:
         assert PARTITIONS[kind](beta=0.3) == PARTITIONS[kind](alpha=0.3)
         with pytest.raises(ConfigError, match="beta"):
             PARTITIONS[kind](beta=0.3, alpha=0.3)
-        with pytest.raises(ConfigError, match="beta and alpha are the same option. Leave beta out"):
+        with pytest.raises(ConfigError, match="beta and alpha are the same option. Omit beta"):
             parse({**SMALL, "partition": {"kind": kind, "beta": 0.3, "alpha": 0.3}})
 
 

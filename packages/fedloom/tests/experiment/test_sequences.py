@@ -110,7 +110,7 @@ def test_samples_that_name_their_clients_are_read_by_their_models(run: Path, tmp
         wanted = opened["ditto", 0].models.predict_proba(rows.x[k][None].numpy(), name, kind)
         np.testing.assert_allclose(found.scores[k][None], wanted, atol=1e-6)
     (tmp_path / "none.txt").write_text("")
-    with pytest.raises(DataError, match="none.txt: contains no rows to predict. Write one text per line"):
+    with pytest.raises(DataError, match="none.txt contains no rows to predict. Write one text per line"):
         opened.predict(tmp_path / "none.txt")
 
 

@@ -147,8 +147,8 @@ def test_a_grid_is_every_combination_of_its_values(tmp_path: Path) -> None:
         ({"lamm": [1]}, "unknown key 'lamm'"),
         ({"lam": 1}, r"\[grid\] lam must be a list of values"),
         ({"lam": []}, r"\[grid\] lam must be a list of values"),
-        ({"lam": [1, 1]}, "every value once"),
-        ({"partition": {"clients": [3, 4]}}, "the same for all methods of an experiment"),
+        ({"lam": [1, 1]}, "every value only once"),
+        ({"partition": {"clients": [3, 4]}}, "all methods of an experiment share this key"),
         ({"method": {"flame": {"lam": [1]}}}, "unknown method 'flame'"),
         ({"lam": [-1.0]}, "lam"),
         ({"method": {"fedavg": {"lam": [1.0]}}}, "unknown key 'lam'"),
@@ -189,7 +189,7 @@ def test_other_experiments_and_folders_do_not_merge(tmp_path: Path) -> None:
         merge([tmp_path / "a"], tmp_path / "b")
     (tmp_path / "link").symlink_to("a")
     for twice in (tmp_path / "b" / ".." / "a", tmp_path / "link"):
-        with pytest.raises(RunDirError, match="is the same directory as another one"):
+        with pytest.raises(RunDirError, match="is the same directory as another argument"):
             merge([tmp_path / "a", twice], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -240,7 +240,7 @@ def test_more_rounds_are_refused_where_an_option_depends_on_their_number(
     Plan(parse(document), tmp_path / "out").run(page=False)
     before = contents(tmp_path / "out")
     with pytest.raises(
-        RunDirError, match=f"{option} depends on the number of rounds, so a run of 9 rounds is another run"
+        RunDirError, match=f"{option} depends on the number of rounds, so a run of 9 rounds is a different run"
     ):
         Plan(parse({**document, "rounds": 9}), tmp_path / "out").run(page=False)
     assert contents(tmp_path / "out") == before

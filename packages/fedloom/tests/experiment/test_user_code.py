@@ -220,7 +220,7 @@ def test_settings_are_chosen_by_an_own_metric_in_its_own_direction(tmp_path: Pat
         assert [study.goal.higher for study in tuning.studies] == [higher]
     text["tune"]["metric"] = "f3"
     with pytest.raises(
-        ConfigError, match="'f3', but for these data the metric can be: .*balanced_accuracy.*margin, wrong"
+        ConfigError, match="'f3', but for these data it must be one of: .*balanced_accuracy.*margin, wrong"
     ):
         Tuning(text, "own.toml", tmp_path / "none")
 
@@ -351,7 +351,11 @@ class _Unsaid(FedAvg):
         ("client", "tuple[dict, dict]", "tuple\\[Up, Client\\]"),
         ("client", "tuple[Nowhere, Nothing]", "'Nowhere' is not defined"),
         ("down", "Tensor", r"down must be annotated"),
-        ("client", "tuple[_Plain, None]", r"'dw' must say once how it is sent, as Annotated.* it contains 0 of them"),
+        (
+            "client",
+            "tuple[_Plain, None]",
+            r"'dw' must declare exactly once how it is sent, as Annotated.* it has 0 such declarations",
+        ),
         ("client", "tuple[_Twice, None]", "must carry the model.* got dw and dv"),
         ("client", "tuple[_NoModel, None]", "must carry the model.* got none"),
         ("client", "tuple[_Elsewhere, None]", "base of 'dw' is 'down.xs'; did you mean 'x'"),
@@ -407,7 +411,7 @@ FAULTS = {
     ),
     "aggregate of rows": ({"aggregator": (Median, {"apply": lambda _s, state, rows, *_: (rows, state)})}, "one vector"),
     "aggregate of none": ({"aggregator": (Median, {"apply": lambda _s, state, *_: ({}, state)})}, r"got \{\}"),
-    "attack of a shape": ({"attack": (SignFlip, {"forge": lambda *_: torch.zeros(3)})}, "forge must return models"),
+    "attack of a shape": ({"attack": (SignFlip, {"forge": lambda *_: torch.zeros(3)})}, "`forge` must return models"),
     "channel fails": ({"upload_transform": (Clip, {"apply": _fails})}, "channel Broken failed in round 1: KeyError"),
     "upload of a shape": ({"algorithm": (FedAvg, {"client": _shorter})}, r"'dw' must be \[3, 650\], got \[3, 5\]"),
     "no upload": ({"algorithm": (FedAvg, {"client": lambda *_: 5})}, r"must return \(upload, rows\), got int"),
@@ -423,10 +427,13 @@ FAULTS = {
     ),
     "a pull that is no pair": (
         {"algorithm": (FedAvg, {"client": lambda s, d, r, w: (Delta(descend(d.x, w, pull=(0.1, d.x)) - d.x), r)})},
-        "pull must be pairs of a strength and a point",
+        "`pull` must contain pairs of a strength and a point",
     ),
     "global of a shape": ({"algorithm": (FedAvg, {"global_model": lambda *_: torch.ones(4)})}, r"\[d\] = \[650\]"),
-    "personal of a shape": ({"algorithm": (FedAvg, {"personal": lambda *_: torch.ones(4)})}, r"must return \[3, 650\]"),
+    "personal of a shape": (
+        {"algorithm": (FedAvg, {"personal": lambda *_: torch.ones(4)})},
+        r"must return a tensor of shape \[3, 650\]",
+    ),
 }
 
 

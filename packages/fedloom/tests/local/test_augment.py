@@ -144,5 +144,5 @@ def test_data_that_are_no_images_are_refused() -> None:
     fed = federation(shape=(6,))
     module = MLP(hidden=(5,)).build((6,), CLASSES, 0)
     for name in ("auto", "compiled", "vmap", "loop"):
-        with pytest.raises(Refused, match=r"shape 6\. Leave augment= out"):
+        with pytest.raises(Refused, match=r"shape 6\. Omit augment="):
             make_oracle(module, task_of(fed.data), fed, name, AUGMENT)

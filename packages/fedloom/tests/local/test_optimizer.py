@@ -174,7 +174,7 @@ def test_every_method_takes_adam_or_says_why_not(fed: Federation) -> None:
     }  # fmt: skip
     with pytest.raises(Refused, match="takes its local steps itself"):
         fl.simulate(fl.algorithms.FLAME(dual="epoch"), fed, rounds=1, local=KEPT)
-    with pytest.raises(Refused, match="full gradients without changes"):
+    with pytest.raises(Refused, match="unmodified full gradients"):
         fl.simulate(fl.algorithms.FLAME(eps0=0.1), fed, rounds=1, local=KEPT)
 
 
@@ -194,7 +194,7 @@ class Odd(torch.optim.SGD):
         ({"optimizer": "adma"}, "did you mean 'adam'"),
         ({"optimizer": "torch.optim:Adm"}, "did you mean 'Adam'"),
         ({"optimizer": nn.Linear}, "must be a subclass of torch.optim.*Optimizer"),
-        ({"optimizer": "adam", "momentum": 0.9}, "only with plain sgd, and not with 'adam'. Leave momentum out"),
+        ({"optimizer": "adam", "momentum": 0.9}, "only with plain sgd, not with 'adam'. Omit `momentum`"),
         ({"optimizer": "torch.optim:RMSprop", "momentum": 0.9}, "Set momentum in optimizer_options"),
         ({"optimizer_state": "persistent"}, "can be used only with optimizers other than plain sgd. Name"),
         ({"optimizer_options": {"nesterov": True}}, "can be used only with optimizers other than plain sgd. Name"),

@@ -146,7 +146,7 @@ def test_a_device_that_is_not_there_is_refused(fed: Federation) -> None:
 def test_forked_workers_are_refused_on_a_device(fed: Federation) -> None:
     with (
         pretend.accelerator(),
-        pytest.raises(Refused, match=r"is 2, but workers are forks .*\. Leave engine\.workers out, or start one"),
+        pytest.raises(Refused, match=r"is 2, but workers are forks .*\. Omit engine\.workers, or start one"),
     ):
         simulate("fedavg", fed, MODELS["compiled"], rounds=1, engine=Engine(device="cuda:0", workers=2))
 

@@ -404,5 +404,5 @@ def test_what_transformers_cannot_make_is_said() -> None:
         Hub(config={"model_type": "bert", **TINY["bert"], "vocab_size": 3}).build((6,), 5, 0, TOKENS)
     with pytest.raises(ConfigError, match="fails on samples of shape"):
         Hub(config={"model_type": "gpt2", **TINY["gpt2"], "n_positions": 2}).build((6,), 5, 0, TOKENS)
-    with pytest.raises(ValueError, match="set either name, or config"):
+    with pytest.raises(ValueError, match="set either `name`, or `config`"):
         Hub()

@@ -176,7 +176,9 @@ def test_a_run_of_a_folder_is_known_by_method_and_seed(compared: Any) -> None:
 
 
 def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the model 'Mixed' was an object in Python.* fl.open_run\(FOLDER, MODEL\)"):
+    with pytest.raises(
+        ConfigError, match=r"the model 'Mixed' was passed as a Python object.* fl.open_run\(FOLDER, MODEL\)"
+    ):
         fl.open_run(compared.folder)["ditto", 0].models.kinds()
     with pytest.raises(
         ConfigError,
@@ -196,7 +198,7 @@ def test_a_folder_of_what_only_python_held_says_how_to_open_it(compared: Any, tm
         task={"loss": lambda outputs, y: nn.functional.cross_entropy(outputs, y)},
         **SHORT,
     )
-    with pytest.raises(ConfigError, match="names the models of its runs. Leave model out"):
+    with pytest.raises(ConfigError, match="names the models of its runs. Omit `model`"):
         fl.open_run(named.folder, mixed)
     with pytest.raises(ConfigError, match="path. In"):
         fl.open_run(named.folder)["fedavg", 0].models.kinds()

@@ -55,5 +55,5 @@ def test_a_card_that_people_filled_in_is_kept(tmp_path: Path) -> None:
     (tmp_path / "r" / "card.md").write_text("for the ward only")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert "may contain text that people wrote. Move" in " ".join(result.output.split())
+    assert "may contain text written by people. Move" in " ".join(result.output.split())
     assert (tmp_path / "r" / "card.md").read_text() == "for the ward only"

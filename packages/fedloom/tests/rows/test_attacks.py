@@ -290,7 +290,7 @@ def test_a_backdoor_marks_the_corner_of_images_and_columns_of_tables():
         ({"sex": "x"}, (4, 1), {"sex": ("f", "m")}, "allowed: f, m"),
         ({}, (4, 6), {}, "override stamp"),
         ({}, (4, 1, 2, 2), {}, "smaller attack.size"),
-        ({"age": 1.0}, (4, 1, 8, 8), {}, "columns. Leave attack.columns out"),
+        ({"age": 1.0}, (4, 1, 8, 8), {}, "columns. Omit attack.columns"),
     ],
 )
 def test_a_trigger_that_the_data_lack_is_refused(columns, shape, names, words):

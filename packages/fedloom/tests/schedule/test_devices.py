@@ -209,7 +209,7 @@ RATES = "client,speed,up,down\n"
         (RATES + "0,nan,1,1\n", "row 1: speed must be a number at least 0, got nothing"),
         (RATES + "0,1,0,1\n", "up must be a number above 0, got 0"),
         (RATES + "0.5,1,1,1\n", "client must be a whole number of at least 0, got 0.5"),
-        (RATES + "3,1,1,1\n", "client must be numbered from 0 to 0, got 3 instead of 0. Number the clients anew"),
+        (RATES + "3,1,1,1\n", "client must be numbered from 0 to 0, got 3 instead of 0. Renumber the clients"),
         ("client,speed,speed,up,down\n0,1,2,1,1\n", "contains the column speed 2 times"),
         ("client,speed,up,down,start\n0,1,1,1,0\n", "contains only one of the columns start and end. Add"),
         ("", "cannot be read"),
@@ -261,7 +261,7 @@ def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) 
 
 
 @pytest.mark.parametrize(
-    ("method", "cure"), [("fedamp", "Set among='all' in the method"), ("fedskip", "Leave schedule= out")]
+    ("method", "cure"), [("fedamp", "Set among='all' in the method"), ("fedskip", "Omit schedule=")]
 )
 def test_methods_that_mix_a_cohort_are_refused_one_by_one(method: str, cure: str) -> None:
     with pytest.raises(Refused, match=rf"clients train one by one\. {cure}"):

@@ -532,7 +532,7 @@ def test_json_that_is_none_of_ours_is_damaged(tmp_path, text):
 def test_another_experiment_is_refused(tmp_path):
     with pytest.raises(
         RunDirError,
-        match=r"of another run: its fingerprint is me, but this run has you, so code or data differ. Choose another",
+        match=r"of a different run: its fingerprint is me, but this run has you, so code or data differ. Choose",
     ):
         two(tmp_path).resume("you")
     assert Checkpoints(tmp_path).generations() == [1, 2]

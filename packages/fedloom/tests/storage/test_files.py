@@ -250,7 +250,7 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
     with pytest.raises(CheckpointError, match="could not be written: File name too long"):
         files.write_atomic(tmp_path / ("a" * 300), b"")
     for folder in (tmp_path, Path()):
-        with pytest.raises(CheckpointError, match=r"is a folder, not a file. Name a file, such as .*NAME"):
+        with pytest.raises(CheckpointError, match=r"is a folder, not a file. Give the path of a file, such as .*NAME"):
             files.write_atomic(folder, b"")
 
 

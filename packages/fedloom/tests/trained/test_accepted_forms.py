@@ -256,14 +256,14 @@ def test_short_floats_are_floats(kind: Any, of_bytes: Models) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (BYTES[:0], "rows: contains no rows to predict. Pass at least one row"),
-        (FLOATS[:0], "rows: contains no rows to predict. Pass at least one row"),
+        (BYTES[:0], "rows contains no rows to predict. Pass at least one row"),
+        (FLOATS[:0], "rows contains no rows to predict. Pass at least one row"),
         ([], "the model takes|no rows"),
         (np.full_like(FLOATS, np.nan), r"NaN or Inf in 48 samples \(first: 0\). Repair them"),
         (FLOATS * 4 - 2, "pass the samples before normalization"),
         ((BYTES, Y), r"a tuple means features and targets \(x, y\), but this tuple contains"),
         ((BYTES[0], BYTES[1]), "targets. Pass x alone, or the samples as a list"),
-        (BYTES.astype(complex), "must be numbers, got complex"),
+        (BYTES.astype(complex), "must contain numbers, got complex"),
         (pd.DataFrame(BYTES.reshape(48, -1)), "is a table, but the model takes samples of shape 3x5x4"),
         (pa.table({"a": [1, 2]}), "is a table, but the model takes samples of shape 3x5x4"),
         (Image.fromarray(LAST[0]), "is a single picture. Pass a list of pictures"),
@@ -336,7 +336,7 @@ def test_pictures_of_more_than_8_bits_are_refused_where_bytes_are_read(kind: str
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         Image.fromarray(pixels.astype(kind)).save(tmp_path / folder / "0.tif")
-    with pytest.raises(DataError, match=r"0.tif: has more than 8 bits per pixel .* Convert the images to 8 bits"):
+    with pytest.raises(DataError, match=r"0.tif has more than 8 bits per pixel .* Convert the images to 8 bits"):
         fl.load(tmp_path)
     converted = np.uint8(np.asarray(Image.open(tmp_path / "a" / "0.tif")) / pixels.max() * 255)
     for folder in ("a", "b"):
@@ -440,9 +440,13 @@ def test_a_node_of_a_flower_app_takes_floats_and_asks_about_bytes() -> None:
             ConfigError, match=r"are bytes \(uint8\), and fedloom cannot know whether the model divides the bytes. Pass"
         ) as error:
             ff.Local(model, given).read()
-        x = applied(str(error.value).split("bytes. Pass floats, as")[1].split(", or ")[0], x=torch.from_numpy(BYTES))
+        x = applied(
+            str(error.value).split("bytes. Pass floats, such as")[1].split(", or ")[0], x=torch.from_numpy(BYTES)
+        )
         torch.testing.assert_close(ff.Local(model, (x, y)).read().fed.data.x, want)
-    with pytest.raises(ConfigError, match="sample 0 is a list of 2. Use a tuple that ends with the target"):
+    with pytest.raises(
+        ConfigError, match="sample 0 is a list of 2 entries. Use a tuple whose last entry is the target"
+    ):
         ff.Local(model, Samples(lambda i: [floats[i], int(Y[i])])).read()
 
 

@@ -72,7 +72,7 @@ def test_arrays_frames_and_files_give_one_data_set(tmp_path: Path) -> None:
         ),
         (
             lambda t: fl.Dataset.create(t, NAMES, task="multilabel", centre=1.0),
-            "centre and unit can be used only for a regression",
+            "`centre` and `unit` can be used only for a regression",
         ),
         (lambda t: fl.Dataset.create(np.eye(3), np.eye(3) * 2, task="multilabel"), "every label must be 1 or 0"),
         (lambda t: fl.Dataset.create(np.eye(3), [0, 1, 0], task="multilabel"), r"\[N, labels\], got int64"),
@@ -93,7 +93,7 @@ def test_wrong_labels_are_a_sentence(make: Any, sentence: str) -> None:
         ({"task": {"class_weights": "balanced"}}, "class_weights needs classes"),
         ({"task": {"metrics": ["accuracy"]}}, "'accuracy' is not defined for a multilabel"),
         ({"task": {"calibrate": True}}, "calibrate works only for binary tasks"),
-        ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor needs samples of numbers with one class each"),
+        ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor needs numeric samples with one class each"),
         ({"attack": {"kind": "flipped-labels"}}, "class"),
     ],
 )

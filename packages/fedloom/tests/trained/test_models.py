@@ -312,7 +312,9 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
     x = models.rows("global")
     far = [float((models.adapt(stranger, **how).row - x).norm()) for how in ({"steps": 1}, {}, {"epochs": 4})]
     assert far == sorted(far)
-    with pytest.raises(ConfigError, match=r"steps = 0 trains nothing\. Set at least one epoch or step in adapt"):
+    with pytest.raises(
+        ConfigError, match=r"steps = 0, so nothing would be trained\. Set at least one epoch or step in adapt"
+    ):
         models.adapt(stranger, steps=0)
     assert float((models.adapt(stranger, lr=1e-6).row - x).norm()) < 1e-3
     with pytest.raises(ConfigError, match="epochs or steps, but not both"):
@@ -349,9 +351,9 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         Model.load(path, MLP(hidden=(8,)))
     for name in ("personal", "server"):
         models.save(tmp_path)
-        with pytest.raises(LayoutError, match="not contain a single model"):
+        with pytest.raises(LayoutError, match="not a file of exactly one model"):
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
-    with pytest.raises(LayoutError, match=r"does not contain a single model. It contains rows\.00000000"):
+    with pytest.raises(LayoutError, match=r"does not a file of exactly one model. It contains rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
     with pytest.raises(LayoutError, match=r"a folder. Name a file in it that contains one model \(global.safetensors"):
         fl.open_model(tmp_path, NORMALISED)

@@ -190,14 +190,14 @@ def test_what_cannot_be_predicted_is_a_sentence(
         models.predict({"age": [1.0]})
     with pytest.raises(DataError, match="column 'age': expected a finite number, got 'old'"):
         models.predict({**columns, "age": ["old"] * 27})
-    with pytest.raises(DataError, match="column 'age': must be a list with one cell per row"):
+    with pytest.raises(DataError, match="column 'age' must be a list with one cell per row"):
         models.predict({"age": 50.0, "pressure": 120.0, "ward": "A"})
     with pytest.raises(DataError, match=r"is a table. Pass fl.Dataset.create\(table, LABEL, ...\)"):
         models.model("global").score(pd.DataFrame(columns))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="trained on text columns"):
         models.predict(np.zeros((2, 3)))
     (file := tmp_path / "empty.csv").write_text("age,pressure,ward,site\n")
-    with pytest.raises(DataError, match="empty.csv: contains no rows to predict. Pass at least one row"):
+    with pytest.raises(DataError, match="empty.csv contains no rows to predict. Pass at least one row"):
         opened.predict(str(file))
     with pytest.raises(DataError, match="no rows to predict"):
         models.predict({"age": [], "pressure": [], "ward": []})

@@ -181,7 +181,7 @@ def test_a_hostile_file_is_refused_and_runs_nothing(attack: str, program: Path) 
     parts, (apply, words) = parts_of(program), ATTACKS[attack]
     apply(parts)
     changed = written(parts)
-    with pytest.raises(LayoutError, match=rf"changed\.pt2: not a model exported for torch .*{words}"):
+    with pytest.raises(LayoutError, match=rf"changed\.pt2 is not a model exported for torch .*{words}"):
         load(changed)
     assert os.listdir() == ["changed.pt2"]
 

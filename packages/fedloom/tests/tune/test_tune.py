@@ -141,7 +141,7 @@ def test_a_search_alone_goes_on_with_the_trials_of_one_that_joined(finished: Pat
         if (label, trial.number) == ("fedprox", 2):
             signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(RunStopped, match="other processes that joined still work"):
+    with pytest.raises(RunStopped, match="other processes that joined are still running"):
         tuning(SMALL, tmp_path / "out").run(stop, join=True)
     tried = list[tuple[str, int]]()
     tuning(SMALL, tmp_path / "out").run(lambda label, trial: tried.append((label, trial.number)))
@@ -488,8 +488,8 @@ BAD = {
         "needs low > 0",
     ),
     "empty": (("startup = 2", 'startup = 2\n[tune.space.fedavg]\n"local.lr" = []'), "fedavg has no setting to search"),
-    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "the metric can be: accuracy, macro_f1, loss"),
-    "model": (("startup = 2", 'startup = 2\nmodel = "personal"'), "fedavg has only: global"),
+    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "it must be one of: accuracy, macro_f1, loss"),
+    "model": (("startup = 2", 'startup = 2\nmodel = "personal"'), "fedavg has only these models: global"),
 }
 
 

@@ -70,9 +70,9 @@ def cox(
         chosen = read_strength(penalty, strength)
         held_out = None if test is None else tuple(test.split("=", 1))
         if held_out is not None and len(held_out) != 2:
-            raise ConfigError(f"--test selects test rows by COLUMN=VALUE, for example fold=test, got {test!r}")
+            raise ConfigError(f"--test must have the form COLUMN=VALUE, for example fold=test, got {test!r}")
         if bins is None and min_events is not None:
-            raise ConfigError("--min-events applies only to the sums of --bins. Add --bins, or leave --min-events out")
+            raise ConfigError("--min-events can be used only with --bins. Add --bins, or omit --min-events")
         least = 5 if min_events is None else min_events
         if bins is not None and (penalty == "firth" or chosen == "cv"):
             raise ConfigError(
@@ -84,7 +84,7 @@ def cox(
         if bins is not None and stratify:
             raise ConfigError(
                 "with --stratify, every site sends its own results, so secure sums would protect "
-                "nothing. Leave one of the two options out"
+                "nothing. Omit one of the two options"
             )
         sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns, penalty=penalty, strength=chosen)

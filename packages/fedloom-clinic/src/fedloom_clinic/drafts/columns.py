@@ -92,9 +92,9 @@ class Survey:
                 + "".join(f"\n  - {b}" for b in blocked)
             )
         if not raw.names:
-            raise NoSamples(f"{path}: empty. A table needs a header row and rows below it")
+            raise NoSamples(f"{path} is empty. A table needs a header row and rows below it")
         if not cells[raw.names[0]]:
-            raise NoSamples(f"{path}: no rows below the header, so the table is empty")
+            raise NoSamples(f"{path} has no rows below the header, so the table is empty")
         self.columns = {name: ColumnProfile(name, np.array(column, object)) for name, column in cells.items()}
         self.rows = len(next(iter(cells.values())))
 

@@ -376,16 +376,16 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
     rows = np.concatenate(parts)
     if not np.isfinite(rows).all():
         broken = names[int((~np.isfinite(rows)).any(0).argmax())]
-        raise DataError(f"{broken} has cells that are missing or infinite. Repair them, or leave these rows out")
+        raise DataError(f"{broken} contains missing or infinite values. Repair them, or omit these rows")
     same = (rows == rows[:1]).all(0)
     if same.any():
-        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Leave this column out")
+        raise DataError(f"{names[int(same.argmax())]} has the same value in every row. Omit this column")
     width = np.ptp(rows, 0)
     if not ((width > MIN_COLUMN_WIDTH) & (width < 1 / MIN_COLUMN_WIDTH)).all():
         odd = int((~((width > MIN_COLUMN_WIDTH) & (width < 1 / MIN_COLUMN_WIDTH))).argmax())
         raise DataError(
-            f"{names[odd]} spans {width[odd]:.3g}, and double precision loses squares of such numbers. Give it in "
-            "a different unit"
+            f"{names[odd]} spans {width[odd]:.3g}, and double precision cannot represent the squares "
+            "of such numbers accurately. Give it in a different unit"
         )
 
 

@@ -119,7 +119,7 @@ def bin_ends(width: float, last: float) -> Floats:
     """
     if not 0 < width < float("inf") or last / width > MOST_BINS:
         raise ConfigError(
-            f"bins of width {width:g} for times up to {last:g} are more than {MOST_BINS} bins. Set a larger width"
+            f"a bin width of {width:g} gives more than {MOST_BINS} bins for times up to {last:g}. Set a larger width"
         )
     ends: Floats = width * np.arange(1, np.ceil(last / width) + 1)
     return ends
@@ -188,7 +188,7 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
     if not ends:
         raise Refused(
             f"only {int(filled.any(1).sum())} of {len(filled)} sites have {terms.least} events in a "
-            f"bin, but {fewest} sites must have this number even if {missing} sites are missing",
+            f"bin, but {fewest} sites must have at least this many even if {missing} sites are missing",
             rule="small-cells",
             fix="agree on wider bins or on a smaller minimum count",
         )

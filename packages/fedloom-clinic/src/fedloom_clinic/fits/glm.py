@@ -167,8 +167,7 @@ def fit_glm(
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
         if count <= spent:
             raise DataError(
-                f"{count} rows for {len(beta)} coefficients leave no degrees of freedom for the "
-                "residuals. Leave columns out"
+                f"{count} rows for {len(beta)} coefficients leave no degrees of freedom for the residuals. Omit columns"
             )
         residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
         scale = max(residual, 0.0) / (count - spent)  # rounding may leave a perfect fit less than 0
@@ -216,7 +215,7 @@ def _moments(parts: Sequence[Floats]) -> tuple[Floats, Floats]:
 def _check(sites: Sequence[GlmSite], family: str) -> None:
     y = np.concatenate([site.y for site in sites])
     if not np.isfinite(y).all():
-        raise DataError("targets are missing or infinite in some rows. Repair them, or leave these rows out")
+        raise DataError("targets are missing or infinite in some rows. Repair them, or omit these rows")
     if family == "logistic" and not np.isin(y, (0, 1)).all():
         raise DataError(f"targets must be 0 or 1, got {np.unique(y)[:5].tolist()}")
     if family == "poisson" and (y < 0).any():
@@ -236,5 +235,5 @@ def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[s
         if any((site.y == end).all() for end in ends):
             raise DataError(
                 f"site {name}: the target is {site.y[0]:g} in every row, so its intercept has no "
-                "finite value. Use one intercept for all sites, or leave the site out"
+                "finite value. Use one intercept for all sites, or omit the site"
             )

@@ -96,14 +96,14 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
         raise ConfigError(
             f"penalty = {penalty!r} has no strength, got {strength!r}",
             rule="penalty-strength",
-            fix="leave strength out, or use a ridge",
+            fix="omit `strength`, or use a ridge penalty",
         )
     wrong = isinstance(strength, str) and strength != "cv"
     if wrong or (isinstance(strength, float | int) and not 0 < strength < np.inf):
         raise ConfigError(
             f"the strength of a ridge penalty must be a finite number greater than 0, or 'cv', got {strength!r}",
             rule="penalty-strength",
-            fix="use 0.1, or 'cv'",
+            fix="use a number such as 0.1, or 'cv'",
         )
 
 
@@ -249,7 +249,7 @@ def find_ridge_by_sums(
     beta = np.zeros((len(RIDGE_STRENGTHS) * sets, len(weights)))
     here = ask(beta)
     if here is None:
-        raise DataError("clients cannot answer the first step of the cross-validation; set a strength")
+        raise DataError("clients cannot answer the first step of the cross-validation. Set a strength")
     penalty = np.outer(np.repeat(RIDGE_STRENGTHS, sets) * np.tile(here.rows, len(RIDGE_STRENGTHS)), weights)
     score = here.values
     step, rise = _penalized_steps(here, beta, penalty)
@@ -263,7 +263,7 @@ def find_ridge_by_sums(
                 compared, refused = compared - 1, 0
                 step[compared * sets :] = 0
                 if not compared:
-                    raise DataError("clients cannot answer the steps of the cross-validation; set a strength")
+                    raise DataError("clients cannot answer the steps of the cross-validation. Set a strength")
             continue
         refused = 0
         value = ahead.values - (penalty * (beta + step) ** 2).sum(1) / 2
@@ -277,7 +277,7 @@ def find_ridge_by_sums(
         step[compared * sets :] = 0
         left = bool((rise[: compared * sets] >= MAX_PATH_DECREMENT).any())
     else:
-        raise DataError(f"cross-validation has not converged after {MAX_PATH_STEPS} steps; set a strength")
+        raise DataError(f"cross-validation has not converged after {MAX_PATH_STEPS} steps. Set a strength")
     gains = (here.everywhere - here.values).reshape(-1, sets)[:compared, :CV_FOLDS].sum(1)
     best = int(gains.argmax())
     at = best * sets + CV_FOLDS

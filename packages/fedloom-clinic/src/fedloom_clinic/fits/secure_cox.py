@@ -104,9 +104,9 @@ def check_terms(terms: CoxAgreement) -> None:
         ConfigError: the ends of the bins are not ascending, or a range is empty.
     """
     if not terms.stratify and (not len(terms.ends) or not (np.diff(terms.ends) > 0).all()):
-        raise ConfigError("the ends of the time bins must increase")
+        raise ConfigError("the ends of the time bins must be in increasing order")
     if not (terms.high > terms.low).all():
-        raise ConfigError("every agreed range must have a lower end below its upper end")
+        raise ConfigError("the lower end of every agreed range must be below its upper end")
 
 
 def fit_of_sums(
@@ -146,7 +146,7 @@ def fit_of_sums(
         )
     spread = np.sqrt(np.maximum(first.likelihood.information.diagonal(), 0) / events)  # of columns among rows at risk
     if not (spread > sites * terms.step).all():
-        raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Leave this column out")
+        raise DataError(f"{names[int(spread.argmin())]} has the same value in every row at risk. Omit this column")
 
     def evaluate(gamma: Floats) -> Likelihood:
         """Return the likelihood at the coefficients of columns with unit spread."""

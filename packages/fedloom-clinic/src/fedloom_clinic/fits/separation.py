@@ -99,9 +99,9 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
         return
     alone = [group[0] for group in groups if len(group) == 1]
     if alone:
-        raise DataError(f"{', '.join(alone)} has the same value in every row at risk. Leave this column out")
+        raise DataError(f"{', '.join(alone)} has the same value in every row at risk. Omit this column")
     listed = "; so do ".join(_listed(group) for group in groups)
-    raise DataError(f"columns {listed} depend on each other. Leave one of these columns out")
+    raise DataError(f"columns {listed} depend on each other. Omit one of these columns")
 
 
 def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float) -> Floats | None:

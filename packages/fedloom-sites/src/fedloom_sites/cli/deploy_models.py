@@ -108,9 +108,7 @@ def evaluate(
         from fedloom_sites.deploy.site.models import importances, new_rows, statistics_note, used
 
         if importance is (rows is not None):
-            raise ConfigError(
-                "name a file of rows with labels, or use --importance, which uses the site's own test part"
-            )
+            raise ConfigError("name a file with labeled rows, or use --importance, which uses the site's own test part")
         notes = statistics_note(site, model)
         if rows is None:
             heads = ("column", "metric", "cost of permuting", "standard deviation")

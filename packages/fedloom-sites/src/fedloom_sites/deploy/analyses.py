@@ -318,7 +318,7 @@ def check_rules(analysis: Analysis) -> None:
                 f"the analysis {name_of(analysis)} has the rule {name} = 1, but real sites hide "
                 "results about a single subject or client",
                 rule="analysis-rule-of-one",
-                fix=f"leave {name} out of rules to use the value for real sites, or set 2 or more",
+                fix=f"omit {name} from `rules` to use the value for real sites, or set it to 2 or more",
             )
 
 
@@ -337,8 +337,8 @@ def check_analyses(
             name = name_of(analysis)
             if accounted(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
-                    f"sums of the analysis {name} carry no noise, but the agreed delta requires noise "
-                    "on everything that leaves a site. Leave the analysis or the delta out"
+                    f"the sums of the analysis {name} contain no noise, but the agreed delta requires "
+                    "noise on everything that leaves a site. Omit the analysis or the delta"
                 )
             check_rules(analysis)
             analysis.check(schema, job.setting)

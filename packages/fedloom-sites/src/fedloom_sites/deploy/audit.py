@@ -96,7 +96,9 @@ def verify_log(path: Path) -> LogEnd:
             the first line that reveals the change.
     """
     if not path.exists():
-        raise RunDirError(f"there is no log {path}. Name a log, or the folder of a server or of a site that has run")
+        raise RunDirError(
+            f"the log {path} does not exist. Name a log, or the folder of a server or site that has already run"
+        )
     before = ""
     lines = _lines(_content(path))
     for k, line in enumerate(lines, 1):
@@ -104,7 +106,7 @@ def verify_log(path: Path) -> LogEnd:
         is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
         if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
             raise RunDirError(
-                f"{path}: line {k} does not match the line before, so one of the two lines was "
+                f"{path}: line {k} does not match the previous line, so one of the two lines was "
                 "changed, removed or inserted later. Compare the log with a copy of the log"
             )
         before = _digest(line)

@@ -78,7 +78,8 @@ def code_of(settings: Mapping[str, object]) -> Code:
             key, data = path.relative_to(root).as_posix(), path.read_bytes()
             if files.setdefault(key, data) != data:
                 raise ConfigError(
-                    f"user code {key} exists in two folders, one of them {root}. Rename one of the two, or install them"
+                    f"user code {key} exists in two folders, one of them {root}. Rename one of them, "
+                    "or install both as packages"
                 )
     size = sum(map(len, files.values()))
     if size > MAX_CODE_BYTES:

@@ -79,8 +79,8 @@ def placed(value: V, folder: Path) -> V:
     for name, path in paths.items():
         if "\0" in str(path):
             raise ConfigError(
-                f"{folder}: {name} = {str(path)!r} contains the character NUL, which no path may "
-                "contain. Correct the path"
+                f"{folder}: {name} = {str(path)!r} contains a NUL character, which is not allowed in "
+                "a path. Correct the path"
             )
     return value.model_copy(update=paths)
 

@@ -26,7 +26,9 @@ def _public_key(text: str) -> str:
     """Check a public key in OpenSSH form, and return it without its comment."""
     kind, _, rest = text.strip().partition(" ")
     if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
-        raise ValueError(f"must be a public key as one OpenSSH line (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
+        raise ValueError(
+            f"must be a public key in one line of OpenSSH format (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}"
+        )
     return f"{kind} {rest.split()[0]}"
 
 
@@ -34,7 +36,7 @@ def _address(text: str) -> str:
     """Check that a server's address has the form host:port, and return it."""
     host, _, port = text.rpartition(":")
     if not re.fullmatch(r"[^\s/]+", host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"must be host:port, as fl.example.org:8443, got {text!r}")
+        raise ValueError(f"must be host:port, such as fl.example.org:8443, got {text!r}")
     return text
 
 
@@ -374,11 +376,11 @@ class Server(Shared):
             values = [getattr(member, what) for member in self.sites]
             twice = [v for v in values if values.count(v) > 1]
             if twice:
-                raise ValueError(f"sites: every {what} may occur once, got {twice[0]!r} twice")
+                raise ValueError(f"sites: every {what} may occur only once, got {twice[0]!r} twice")
         if max(member.client for member in self.sites) >= self.clients:
-            raise ValueError(f"sites: every client must be from 0 to {self.clients - 1}")
+            raise ValueError(f"sites: every client number must be from 0 to {self.clients - 1}")
         if self.quorum > len(self.sites):
-            raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
+            raise ValueError(f"quorum must be at most the number of sites ({len(self.sites)}), got {self.quorum}")
         if self.secure is not None:
             wrong = [m.site for m in self.sites if self.secure.keys[m.client] != m.signing_key]
             if wrong:

@@ -71,7 +71,9 @@ def declare(folder: Path, day: str | None = None) -> Declared:
     key = "path" if "path" in live.data else "source"
     source = Path(live.data[key])
     if not source.is_file() and not source.is_dir():
-        raise ConfigError(f"{source} is no file and no folder. A snapshot copies what [data] of {file} names")
+        raise ConfigError(
+            f"{source} is neither a file nor a folder. A snapshot copies the data that [data] of {file} names"
+        )
     check_data_name(live.with_(snapshot=None), remembers_answers=True)
     memory = site.memory_folder
     with lock_folder(memory):
@@ -79,7 +81,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
         earlier: list[dict[str, Any]] = record["snapshots"]
         if earlier and day <= earlier[-1]["day"]:
             raise ConfigError(
-                f"the last snapshot has the date {earlier[-1]['day']}. A new snapshot must have a later date, got {day}"
+                f"the last snapshot is dated {earlier[-1]['day']}. A new snapshot must have a later date, got {day}"
             )
         make_folder(memory / SNAPSHOTS_FOLDER, mode=0o700)
         draft = memory / SNAPSHOTS_FOLDER / f".draft{source.suffix}"
@@ -155,9 +157,9 @@ def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[s
         apart = max(len(here - before), len(before - here))
         if 0 < apart < least:
             raise ConfigError(
-                f"the snapshot of {day} differs from the snapshot of {one['day']} in {apart} "
-                f"subjects, but the difference must be 0 or at least {least} subjects. Wait until "
-                "more subjects have changed"
+                f"the snapshot of {day} differs from the snapshot of {one['day']} by {apart} "
+                f"subjects, but it must differ by 0 or at least {least} subjects. Wait until more "
+                "subjects have changed"
             )
 
 
@@ -165,7 +167,7 @@ def _record(memory: Path) -> dict[str, Any]:
     record = read_checked(memory / RECORD_FILE)
     if record is None and (memory / RECORD_FILE).exists():
         raise RunDirError(
-            f"{memory / RECORD_FILE} is damaged, so earlier snapshots are not known. Restore this file from a backup"
+            f"{memory / RECORD_FILE} is damaged, so the earlier snapshots are unknown. Restore this file from a backup"
         )
     return record or {"salt": secrets.token_hex(16), "snapshots": []}
 

@@ -132,7 +132,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         return RecordDict({VALUES_RECORD: write_values(rows=len(rows), flags=f"{flags:x}")})
     sizes, bits = [int(size) for size in values["sizes"]], [int(text, 16) for text in values["flags"]]
     if not 0 <= seat < len(sizes) == len(bits) == one.clients or (sizes[seat], bits[seat]) != (len(rows), flags):
-        raise Refused("the message states other samples or cells for this node than it has")
+        raise Refused("the sample or cell counts that the message states for this node are wrong")
     public, content = one.public(sizes, dict(enumerate(bits)), 0), bytes(values["question"])
     question, bounds = one.read_question(step, content, public)
     form = AnswerForm(bounds, one.clients)
@@ -144,8 +144,8 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         may_answer &= _are_apart(state, one, one.analysis.row_sets(rows, public))
         if not may_answer:
             raise Refused(
-                "the samples are not those of the first step, or few subjects differ from a set of "
-                "rows that was summed before"
+                "the samples differ from the samples of the first step, or they differ from a "
+                "previously summed set of rows in too few subjects"
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
     except Exception as error:  # whatever it is, the error depends on samples, and so must not show
@@ -170,9 +170,9 @@ def _enter(state: RecordDict, name: str, step: int, question: str, course: str, 
         else {"rows": rows, "course": course, "steps": {}}
     )
     if record["course"] != course:
-        raise Refused(f"the analysis {name} was started with other terms: nodes, sizes or cells have changed")
+        raise Refused(f"the analysis {name} was started with different terms: nodes, sizes or cells have changed")
     if record["steps"].setdefault(f"{step}", question) != question:
-        raise Refused(f"step {step} of the analysis {name} was already answered, for another question")
+        raise Refused(f"step {step} of the analysis {name} has already been answered for a different question")
     state[f"{STEPS_PREFIX}{name}"] = ConfigRecord({"steps": json.dumps(record)})
     return bool(record["rows"] == rows)
 

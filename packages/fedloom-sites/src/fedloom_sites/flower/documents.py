@@ -185,12 +185,10 @@ def refuse_privacy(config: Mapping[str, object]) -> None:
         ConfigError: the calling strategy is wrapped.
     """
     if CLIPPING_KEY in config:
-        raise ConfigError(f"config contains {CLIPPING_KEY!r}, but nodes of fedloom do not clip by it; {PRIVACY_HINT}")
+        raise ConfigError(f"config contains {CLIPPING_KEY!r}, but fedloom nodes do not use it to clip; {PRIVACY_HINT}")
     frame = inspect.currentframe()
     while frame is not None:
         caller = type(frame.f_locals.get("self")).__name__
         if caller.startswith("DifferentialPrivacy"):
-            raise ConfigError(
-                f"{caller} clips arrays of models, but nodes of fedloom send no such arrays; {PRIVACY_HINT}"
-            )
+            raise ConfigError(f"{caller} clips arrays of models, but fedloom nodes send no such arrays; {PRIVACY_HINT}")
         frame = frame.f_back

@@ -89,8 +89,8 @@ class Local:
         if channel is not None and not isinstance(channel, GaussianNoise):
             raise Refused(
                 "this node adds its own noise (Local(upload_transform=...)), and an upload can have "
-                f"only one transform. Leave the strategy's upload_transform {type(channel).__name__} "
-                "out"
+                f"only one transform. Remove upload_transform {type(channel).__name__} from the "
+                "strategy"
             )
         if (
             channel is not None
@@ -131,8 +131,8 @@ class Local:
         bound: Any = self.norm_bound
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound > 0):
             raise ConfigError(
-                f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}. Leave "
-                "norm_bound out for no bound"
+                f"Local: norm_bound must be a number greater than 0, got {bound!r:.80}. Omit "
+                "`norm_bound` to set no bound"
             )
 
     def read(self) -> NodeProblem:

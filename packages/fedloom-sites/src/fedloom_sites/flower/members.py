@@ -86,14 +86,14 @@ def introduction(reply: Message) -> Introduction:
         raise WireError(str(values["error"])[:500])
     sizes = values.get("sizes")
     if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
-        raise WireError("the node's numbers of samples are invalid")
+        raise WireError("the node's sample counts are invalid")
     try:
         schema = InputSpec.model_validate_json(str(values.get("schema")))
     except ValueError as error:
-        raise WireError("the node's schema of samples is invalid") from error
+        raise WireError("the schema of the node's samples is invalid") from error
     signature = Signature.read(str(values.get("signature")))
     if signature.inputs and (sum(signature.widths),) != schema.shape:
-        raise WireError("the node's sample signature does not fit the shape of its samples")
+        raise WireError("the node's sample signature does not match the shape of its samples")
     return Introduction(schema, signature, sizes)
 
 

@@ -81,7 +81,9 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
     def decorate(function: LocalFunction) -> LocalFunction:
         if not callable(function):
-            raise ConfigError(f"@client(app) decorates a function of Flower's context, got {type(function).__name__}")
+            raise ConfigError(
+                f"@client(app) must decorate a function of Flower's context, got {type(function).__name__}"
+            )
         node = _Node(function, app)
         answers = {
             "query": {DEFAULT_ACTION: node.hello, "ask": node.ask, ANALYZE_ACTION: node.analyze},
@@ -181,8 +183,8 @@ class _Node:
         for name in SECURE_MODS & {*mods}:
             raise Refused(
                 f"{name} needs the server workflow of Flower's secure aggregation, but strategies of "
-                "Flower's message API have no such workflow. Leave it out, and use fedloom deploy "
-                "for secure sums"
+                "Flower's message API have no such workflow. Omit it, and use fedloom deploy for "
+                "secure sums"
             )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
@@ -258,7 +260,9 @@ class _Node:
         if key not in self._runs:
             local = self._function(context)
             if not isinstance(local, Local):
-                raise ConfigError(f"the function under @client must return a Local, got {type(local).__name__}")
+                raise ConfigError(
+                    f"the function decorated with @client must return a Local, got {type(local).__name__}"
+                )
             if local.folder is not None:
                 make_folder(place_of(local.folder, "folder", ", or None for no file"))
             while len(self._runs) >= KEPT_RUNS:
@@ -328,7 +332,7 @@ class _Node:
         if not accepted or not any(store.template for store in job.state_stores.values()):
             return None
         if newest not in context.state:
-            raise _Lost(f"the state of round {accepted} is no longer on this node, so it starts again")
+            raise _Lost(f"the state of round {accepted} is no longer on this node, so the node starts again")
         return tensors_of(context.state, newest)
 
 

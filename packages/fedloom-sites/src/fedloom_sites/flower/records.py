@@ -70,7 +70,7 @@ def head_of(records: RecordDict) -> dict[str, Any]:
             f"the message contains no record {VALUES_RECORD!r}, so the other side does not run fedloom_sites.flower"
         )
     if record["release"] != __version__:
-        raise Refused(f"the other side runs fedloom {record['release']!s}, but this is {__version__}")
+        raise Refused(f"the other side runs fedloom {record['release']!s}, but this side runs {__version__}")
     return dict(record)
 
 
@@ -96,7 +96,7 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
         values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
     except Exception as error:
         raise ConfigError(
-            f"initial_arrays: not readable as torch values ({error}). Pass ArrayRecord(model.state_dict())"
+            f"initial_arrays cannot be read as torch values ({error}). Pass ArrayRecord(model.state_dict())"
         ) from error
     for name in [*expected, *values]:
         if name not in values or name not in expected:
@@ -141,16 +141,16 @@ def check_alike(node: str, server: str) -> None:
         if (got[0], len(got)) != (want[0], len(want)):
             raise Refused(
                 f"parameter {name!r} has the shape {_described(got)} in the node's model, but "
-                f"{_described(want)} at the server"
+                f"{_described(want)} in the server's model"
             )
         if any(
             not math.isclose(a, b, rel_tol=FROZEN_TOLERANCE, abs_tol=FROZEN_TOLERANCE)
             for a, b in zip(got[1:], want[1:], strict=True)
         ):
             raise Refused(
-                f"{name!r} is not trained, and its values at the node differ from the values at the "
-                f"server (mean and standard deviation {got[1]:.6g} and {got[2]:.6g}, at the server "
-                f"{want[1]:.6g} and {want[2]:.6g}). Load the same values at every node"
+                f"{name!r} is not trained, but its values on the node (mean {got[1]:.6g}, standard "
+                f"deviation {got[2]:.6g}) differ from its values on the server (mean {want[1]:.6g}, "
+                f"standard deviation {want[2]:.6g}). Load the same values on every node"
             )
 
 

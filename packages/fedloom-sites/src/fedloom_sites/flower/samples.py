@@ -185,7 +185,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
     if subject is not None:
         if not isinstance(batch, Mapping) or subject not in batch:
             have = f"they have {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else "they are not dicts"
-            raise ConfigError(f"subject: samples of {part}set contain no entry {subject!r}; {have}")
+            raise ConfigError(f"subject: the samples in {part}set have no entry {subject!r}; {have}")
         named = batch[subject]
         owners = named.tolist() if isinstance(named, Tensor) else list(named)
         batch = {name: value for name, value in batch.items() if name != subject}
@@ -194,7 +194,9 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
         absent = [name for name in names if name not in batch]
         if absent:
             entries = ", ".join(map(repr, batch))
-            raise ConfigError(f"keys: samples of {part}set contain no {absent[0]!r}. Their entries: {entries}")
+            raise ConfigError(
+                f"keys: the samples in {part}set do not contain {absent[0]!r}. Their entries are: {entries}"
+            )
         *inputs, y = (batch[name] for name in names)
         names = names[:-1]
     else:
@@ -206,7 +208,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
             cure = ", or name the relevant entries: Local(..., keys=('image', 'label'))" if type(batch) is dict else ""
             raise ConfigError(
                 f"{part}set: {name!r} of the samples must be a tensor or a number, got "
-                f"{type(value).__name__}. Leave {name!r} out{cure}"
+                f"{type(value).__name__}. Omit {name!r}{cure}"
             )
     counts = {len(value) for value in (*inputs, y)}
     if counts == {0} or len(counts) > 1 or not inputs:
@@ -233,13 +235,13 @@ def _batch(part: str, samples: object) -> Any:
             raise ConfigError(f"{part}set is empty; {cure}")
         if join is collate and isinstance(every[0], list) and not are_many([every[0]]):
             raise ConfigError(
-                f"{part}set: sample 0 is a list of {len(every[0])}. Use a tuple that ends with the target"
+                f"{part}set: sample 0 is a list of {len(every[0])} entries. Use a tuple whose last entry is the target"
             )
         if join is not collate and varies(lambda: join(every[:COLLATED_AGAIN]), COLLATED_AGAIN):
             raise ConfigError(
-                f"{part}set: the collate_fn of the DataLoader makes different batches from the same "
-                "samples, for example with random masks. Samples are read once, so every round would "
-                "have the same draw. Remove the random change"
+                f"{part}set: the collate_fn of the DataLoader is random: it makes different batches "
+                "from the same samples, for example with random masks. Samples are read only once, "
+                "so every round would use the same random values. Remove the randomness"
             )
         batch = join(every)
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
@@ -267,8 +269,8 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
         return every
     name = type(sampler if usual else loader.batch_sampler).__name__
     raise ConfigError(
-        f"{part}set: the DataLoader draws with a {name}, but the strategy's local settings draw the "
-        "batches. Pass the Dataset of the DataLoader"
+        f"{part}set: the DataLoader uses a {name}, but the strategy's local settings determine how "
+        "batches are drawn. Pass the Dataset of the DataLoader"
     )
 
 
@@ -281,9 +283,9 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
         raise ConfigError(
-            f"{part}set: in samples with {', '.join(map(repr, batch))}, fedloom does not know which "
-            "entry is the target. Name the inputs, then the target: Local(..., keys=('image', "
-            "'character'))"
+            f"{part}set: the samples contain the entries {', '.join(map(repr, batch))}, and fedloom "
+            "does not know which one is the target. Name the inputs, then the target: Local(..., "
+            "keys=('image', 'character'))"
         )
     return (*(name for name in batch if name != targets[0]), targets[0])
 
@@ -313,8 +315,8 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
             if values[0].dtype == torch.uint8:
                 raise ConfigError(
                     "samples are bytes (uint8), and fedloom cannot know whether the model divides "
-                    "the bytes. Pass floats, as x / 255, or x.float() if the model itself divides by "
-                    "255"
+                    "the bytes. Pass floats, such as x / 255, or x.float() if the model itself "
+                    "divides by 255"
                 )
             return x, signature
     for name, value in inputs.items():

@@ -171,8 +171,8 @@ class Strategy(FlowerStrategy):
         if self.state is not None and self.state.round and not self.state.trained:
             raise RunStopped(
                 Stop.UNUSABLE,
-                f"fedloom used no reply in any of {self.state.round} rounds, so nothing was trained. "
-                "The log states the reasons",
+                f"fedloom could not use any reply in {self.state.round} rounds, so no model was "
+                "trained. The log states the reasons",
             )
         if self.state is not None and self.state.round and self._is_unchanged(initial_arrays):
             raise RunStopped(
@@ -203,8 +203,8 @@ class Strategy(FlowerStrategy):
         if not any(arrays is record or arrays == record for record in self._current):
             raise ConfigError(
                 f"round {server_round}: the arrays differ from those that aggregate_train returned, "
-                "and nodes would train from them. A strategy around this one, or a subclass, must "
-                f"not change them; {PRIVACY_HINT}"
+                "and nodes would train from them. A wrapper or subclass of this strategy must not "
+                f"change them; {PRIVACY_HINT}"
             )
         clients, job, state = self._running
         server_round += self._before

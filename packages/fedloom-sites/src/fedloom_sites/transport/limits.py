@@ -50,7 +50,7 @@ def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool
     if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
         raise Refused(
             f"sampler {resolved.sampler.kind!r} reads the clients' models, but clients of {name} "
-            "upload only differences to a state that stays at the client",
+            "upload only differences from a state that stays with the client",
             rule="deploy-sampler-models",
             fix="choose another {sampler}",
         )

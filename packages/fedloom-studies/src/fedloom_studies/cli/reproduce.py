@@ -134,7 +134,7 @@ def reproduce(
                 raise typer.BadParameter("--verify works only with NAME")
             if device != "cpu":
                 raise typer.BadParameter(
-                    "--verify computes on the CPU, because a GPU rounds differently. Leave --device out"
+                    "--verify computes on the CPU, because a GPU rounds differently. Omit --device"
                 )
             _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return

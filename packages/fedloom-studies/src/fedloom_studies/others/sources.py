@@ -94,7 +94,9 @@ def _heart_rows(file: Path) -> Floats:
         table = np.genfromtxt(file, delimiter=",", missing_values="?", dtype=np.float64)
         rows = np.delete(table, (10, 11, 12), axis=1)
     except (ValueError, IndexError) as error:
-        raise DataError(f"{file}: not a table of UCI heart disease ({error}). Fetch the file again") from None
+        raise DataError(
+            f"{file} is not a table of the UCI heart disease data ({error}). Fetch the file again"
+        ) from None
     return rows[~np.isnan(rows).any(1)]
 
 
@@ -136,7 +138,7 @@ class FlambyBrca(Source):
             tested = np.array([fold[0] == "test" for _, fold in folds])
         except (KeyError, ValueError, IndexError) as error:
             raise DataError(
-                f"{places['table']}: not FLamby's table and split ({error!r}). Fetch both files again"
+                f"{places['table']} is not FLamby's table and split ({error!r}). Fetch both files again"
             ) from None
         return Dataset(
             "flamby-brca", torch.from_numpy(values[:, :BRCA_FEATURES].astype(np.float32)),
@@ -215,7 +217,7 @@ def _find(
     """
     root = path or data_dir or os.environ.get("FEDLOOM_DATA")
     if not root:
-        raise DataError(f"{what}: no data folder given. Set FEDLOOM_DATA, or give data_dir or path")
+        raise DataError(f"{what}: no data folder was given. Set FEDLOOM_DATA, or give data_dir or path")
     base = Path(root).expanduser()
     tried = [base] if path else [*(base / folder for folder in folders), base]
     for folder in tried:
@@ -226,4 +228,6 @@ def _find(
         if None not in places.values():
             return places
     needed = ", ".join(" or ".join(names) for names in files.values())
-    raise DataError(f"{what}: {needed} not found together. Looked in {', '.join(map(str, tried))}; {cure}")
+    raise DataError(
+        f"{what}: {needed} were not found together in one folder. Looked in {', '.join(map(str, tried))}; {cure}"
+    )

@@ -52,7 +52,7 @@ class Reference(NamedTuple):
         variant, bar, rest = text.rpartition("|")
         parts = [part.strip() for part in rest.split(":")]
         if len(parts) not in (2, 3):
-            raise ConfigError(f"a reference is '[VARIANT |] METHOD: MODEL[: FIGURE]', got {text!r}")
+            raise ConfigError(f"a reference must have the form '[VARIANT |] METHOD: MODEL[: FIGURE]', got {text!r}")
         return cls(variant.strip() if bar else "", parts[0], parts[1], parts[2] if len(parts) == 3 else figure)
 
     def __str__(self) -> str:
@@ -215,9 +215,7 @@ def _value_at(run: Run, reference: Reference, seed: int, points: Curve, when: st
             rounds, scores, sign = _validation(run, reference, seed)
             reached = np.flatnonzero(scores >= sign * float(when.removeprefix("to ")))
             return points.read_round(int(rounds[reached[0]])) if len(reached) else points.last
-    raise ConfigError(
-        f"{reference.figure}: after @ comes validation, mean, a round's number or 'to VALUE', got {when!r}"
-    )
+    raise ConfigError(f"{reference.figure}: after @, use validation, mean, a round number or 'to VALUE', got {when!r}")
 
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:

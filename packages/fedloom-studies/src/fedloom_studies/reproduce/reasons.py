@@ -75,6 +75,6 @@ def _measured(
         look = judge.compare_references(recipe, *values, log=of.ratio)
         if not look.half < abs(look.difference):
             shown = of.lead(look.difference, look.half)
-            raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}. Leave the sentence out")
+            raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}. Omit the sentence")
         text = of.write_words(look.difference, look.half)
     return f"[{text}]({PAPERS_FOLDER}/{name}.md)"

@@ -190,10 +190,12 @@ class Paper(Value):
     def _table_fits(self) -> Paper:
         for variant, row in self.cells.items():
             if len(row) != len(self.columns):
-                raise ValueError(f"cells of {variant!r}: {len(row)} values for {len(self.columns)} columns")
+                raise ValueError(
+                    f"the cells of {variant!r} contain {len(row)} values, but there are {len(self.columns)} columns"
+                )
         foreign = set(self.stated) - {u.what for u in self.unknown}
         if foreign:
-            raise ValueError(f"stated: there is no unknown with the name {', '.join(sorted(foreign))}")
+            raise ValueError(f"stated: no entry of `unknown` is named {', '.join(sorted(foreign))}")
         return self
 
     @property

@@ -221,14 +221,14 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     for field, declared in kinds.items():
         if len(declared) != 1:
             raise ConfigError(
-                f"{name}: the upload field {field!r} must say once how it is sent, as "
-                "Annotated[Tensor, Mean(...)], Kept(...) or Rows(...), but it contains "
-                f"{len(declared)} of them"
+                f"{name}: the upload field {field!r} must declare exactly once how it is sent, as "
+                f"Annotated[Tensor, Mean(...)], Kept(...) or Rows(...), but it has {len(declared)} "
+                "such declarations"
             )
     primary = [field for field, (kind,) in kinds.items() if kind.primary]
     if kinds and len(primary) != 1:
         got = " and ".join(primary) or "none"
-        raise ConfigError(f"{name}: one upload field must carry the model, as Mean(primary=True), got {got}")
+        raise ConfigError(f"{name}: exactly one upload field must carry the model, as Mean(primary=True), got {got}")
     return {field: kind for field, (kind,) in kinds.items()}
 
 

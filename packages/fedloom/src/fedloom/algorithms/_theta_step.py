@@ -65,9 +65,7 @@ class ThetaStep(Algorithm):
     @model_validator(mode="after")
     def _one_solver(self) -> Self:
         if self.solver == "criterion" and self.eps0 is not None:
-            raise ValueError(
-                "solver = 'criterion' and eps0 are two different ways to end the theta step. Leave eps0 out"
-            )
+            raise ValueError("solver = 'criterion' and eps0 are two different ways to end the theta step. Omit `eps0`")
         return self
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:

@@ -79,7 +79,7 @@ class FedAMP(Mixed):
     def _consistent(self) -> Self:
         if self.every != type(self).model_fields["every"].default and self.decay == 1:
             raise ValueError(
-                "decay = 1 keeps alpha_k constant, so every has no effect; leave every out, or set decay < 1"
+                "decay = 1 keeps alpha_k constant, so `every` has no effect. Omit `every`, or set decay < 1"
             )
         return self
 

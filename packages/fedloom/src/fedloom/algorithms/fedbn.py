@@ -68,8 +68,8 @@ class FedBN(Algorithm):
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
                 "FedBN keeps normalisation layers at the clients, but the model has no normalisation "
-                "layers, so FedBN would equal FedAvg; use a model with norm, or name the parameters "
-                "to keep in the option layers"
+                "layers, so FedBN would equal FedAvg. Use a model with `norm`, or list the "
+                "parameters to keep in `layers`"
             )
         return []
 

@@ -120,7 +120,7 @@ class FLAME(ThetaStep):
         if self.dual == "epoch" and (self.eps0 is not None or self.solver == "criterion"):
             raise ValueError(
                 f"dual = 'epoch' needs epochs, but with {'eps0' if self.eps0 else 'solver'} a round "
-                "has no epochs; leave one of the two out"
+                "has no epochs. Omit one of the two"
             )
         return self
 

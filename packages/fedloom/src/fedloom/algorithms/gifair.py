@@ -108,7 +108,7 @@ class GIFAIR(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.level == "group" and ctx.groups is None:
-            raise Refused("GIFAIR with level 'group' needs clients in groups; use a partition that defines groups")
+            raise Refused("GIFAIR with level 'group' needs clients in groups. Use a partition that defines groups")
         if (self.lam or 0.0) >= self._bound(ctx):
             bound = self._bound(ctx)
             raise Refused(f"GIFAIR's lam must be below min p_k |A| / (d - 1) = {bound:.3g} here, got {self.lam}")

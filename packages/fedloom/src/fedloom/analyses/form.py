@@ -109,7 +109,8 @@ class Question:
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
             raise WireError(
-                "these bytes are not a question of the analysis. The server and the client must use the same analysis"
+                "these bytes do not encode a question of the analysis. The server and the client "
+                "must use the same analysis"
             ) from None
         return cls(name, values)
 
@@ -294,13 +295,13 @@ class Analysis(Value):
                 rule="analysis-task",
                 fix="read the data with {data.task = 'binary'}"
                 if "binary" in self.tasks and len(schema.classes) == 2
-                else f"leave the analysis out, or use {_fitting(schema)}",
+                else f"omit the analysis, or use {_fitting(schema)}",
             )
         if self.needs_table and not schema.is_table:
             raise Refused(
                 f"{what} reads the columns of a table, but {schema.name} is not a table",
                 rule="analysis-needs-a-table",
-                fix=f"leave the analysis out, or use {_fitting(schema)}",
+                fix=f"omit the analysis, or use {_fitting(schema)}",
             )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
@@ -321,10 +322,10 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"with these options, the analysis {kind_of(self)} shows results of single clients, "
-                "but secure aggregation hides these results",
+                f"with these options, the analysis {kind_of(self)} shows results of individual "
+                "clients, but secure aggregation hides these results",
                 rule="analysis-shows-clients",
-                fix="leave these options out, or deploy without secure aggregation",
+                fix="omit these options, or deploy without secure aggregation",
             )
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:

@@ -98,7 +98,7 @@ class PooledImportance(Analysis):
         self, state: tuple[AnalysisTerms, Tensor | None], total: Tensor, info: Info
     ) -> tuple[AnalysisTerms, Tensor | None]:
         if not total[0]:
-            raise DataError("no client has test rows; set a test fraction in the partition")
+            raise DataError("no client has test rows. Set a test fraction in the partition")
         return state[0], total
 
     def result(self, state: tuple[AnalysisTerms, Tensor | None]) -> pa.Table:
@@ -149,7 +149,7 @@ def check_importance(fed: Federation) -> Table:
         raise Refused(
             f"importance permutes columns of a table, but {fed.data.name} is not a table",
             rule="importance-needs-a-table",
-            fix="leave this analysis out",
+            fix="omit this analysis",
         )
     return fed.data.fitted.table
 

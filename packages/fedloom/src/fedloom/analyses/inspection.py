@@ -40,7 +40,7 @@ class Confusion(Analysis):
             raise Refused(
                 f"confusion counts predicted classes, but {schema.name} is a {schema.task}",
                 rule="confusion-needs-classes",
-                fix="leave this analysis out",
+                fix="omit this analysis",
             )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:

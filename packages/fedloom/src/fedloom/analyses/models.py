@@ -76,7 +76,7 @@ def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
         Refused: the run has no model of this kind.
     """
     if kind not in client.models:
-        raise Refused(f"the run has no {kind} model; set model_kind = {next(iter(client.models))!r}")
+        raise Refused(f"the run has no {kind} model. Set model_kind = {next(iter(client.models))!r}")
     order = torch.from_numpy(np.lexsort(torch.cat([client.x, client.y], 1).numpy().T))
     outputs = client.models[kind](inputs[order.to(inputs.device)]).double().cpu()
     return outputs[torch.argsort(order)]

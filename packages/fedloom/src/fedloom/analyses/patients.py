@@ -41,7 +41,7 @@ class KeptPredictions(Analysis):
             raise Refused(
                 f"predictions stores at most {MAX_OUTPUTS} outputs per sample, but {fed.data.name} has more outputs",
                 rule="predictions-too-many-outputs",
-                fix="leave this analysis out",
+                fix="omit this analysis",
             )
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:

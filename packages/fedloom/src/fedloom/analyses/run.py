@@ -179,8 +179,8 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
         return analysis
     if not isinstance(analysis, str | Mapping):
         raise ConfigError(
-            f"{where}{where and ': '}an analysis is a value, a name or a table with kind, got {analysis!r:.80}. "
-            f"Allowed names: {', '.join(ANALYSES)}"
+            f"{where}{where and ': '}an analysis must be a value, a name or a table with `kind`, got "
+            f"{analysis!r:.80}. Allowed names: {', '.join(ANALYSES)}"
         )
     table = {"kind": analysis, **options} if isinstance(analysis, str) else {**analysis, **options}
     if "kind" not in table:
@@ -281,11 +281,11 @@ def answer_question(
     got = (getattr(answer, "dtype", type(answer).__name__), tuple(getattr(answer, "shape", ())))
     if got != (torch.float64, shape):
         raise CodeError(
-            f"{kind_of(analysis)}, answer of {where} to {question.name!r}: must be float64 {[*shape]}, got {got[0]} "
-            f"{[*got[1]]}"
+            f"{kind_of(analysis)}: the answer of {where} to {question.name!r} must be float64 "
+            f"{[*shape]}, got {got[0]} {[*got[1]]}"
         )
     if not bool(answer.isfinite().all()):
-        raise CodeError(f"{kind_of(analysis)}, answer of {where} to {question.name!r} is not finite")
+        raise CodeError(f"{kind_of(analysis)}: the answer of {where} to {question.name!r} is not finite")
     values, clipped = bounds.project(answer)
     return Answer(values, clipped, False, len(client))
 

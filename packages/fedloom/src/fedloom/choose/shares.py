@@ -69,8 +69,8 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
         masses = torch.tensor(weights, dtype=torch.float64)
         if len(masses) != fed.n or not bool(masses.sum() > 0):
             raise ConfigError(
-                f"weights must contain one number for each of the {fed.n} clients, and not all of "
-                f"them may be zero, got {list(weights)}",
+                f"weights must contain one number for each of the {fed.n} clients, and at least one "
+                f"of them must be positive, got {list(weights)}",
                 rule="shares-of-other-clients",
                 fix="set {client_weights = 'samples'}, or list the numbers",
             )

@@ -72,7 +72,7 @@ def as_federation(
     if len(named) < len(by_name):
         raise ConfigError(f"{name}: two clients have the same name as text, such as 1 and '1'. Rename one of them")
     if not named:
-        raise ConfigError(f"{name}: contains no clients. Pass {CLIENTS_EXAMPLE}")
+        raise ConfigError(f"{name} contains no clients. Pass {CLIENTS_EXAMPLE}")
     if all(hasattr(client, "shape") and not is_frame(client) for client in named.values()):
         raise ConfigError(
             f"{name}: a list contains clients, but these are arrays without targets. Pass a tuple (x, "

@@ -148,7 +148,7 @@ class Dataset:
     def __post_init__(self) -> None:
         n = len(self.x)
         if n == 0:
-            raise NoSamples(f"{self.name}: contains no samples. A data set needs at least one")
+            raise NoSamples(f"{self.name} contains no samples. A data set needs at least one")
         if self.task not in get_args(Task):
             raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
         if len(self.classes) > MOST_CLASSES:

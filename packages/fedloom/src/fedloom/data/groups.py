@@ -72,7 +72,7 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
             raise ConfigError(
                 f"groups: {name!r} contains {wrong!r}, which is not a number",
                 rule="groups-without-numbers",
-                fix="leave the bound out",
+                fix="omit the bound",
             )
         values = torch.tensor([float(level or "nan") for level in levels], dtype=torch.float64)[codes]
         for sign in (bound[2], OPPOSITE_SIGNS[bound[2]]):

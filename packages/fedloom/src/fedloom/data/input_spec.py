@@ -237,7 +237,7 @@ class InputSpec(Value):
         if not self.classed:
             if data.y.shape[1] != self.targets:
                 raise DataError(
-                    f"{data.name}: {data.y.shape[1]} target values per sample, but the model predicts {self.targets}"
+                    f"{data.name} has {data.y.shape[1]} target values per sample, but the model predicts {self.targets}"
                 )
             if data.classes != self.classes and {*data.classes} == {*self.classes}:
                 return data.y[:, [data.classes.index(name) for name in self.classes]]
@@ -249,7 +249,7 @@ class InputSpec(Value):
             return (data.y * data.unit + data.centre - self.centre) / self.unit
         if data.each != self.each:
             what = {True: "one label per position", False: "one label per sample"}
-            raise DataError(f"{data.name}: has {what[data.each]}, but the model was trained on {what[self.each]}")
+            raise DataError(f"{data.name} has {what[data.each]}, but the model was trained on {what[self.each]}")
         present = set(data.y[data.y >= 0].unique().tolist())
         names = {k: name for k, name in enumerate(data.classes) if k in present}
         unknown = [name for name in names.values() if name not in self.classes]
@@ -316,12 +316,14 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
         what = {True: "codes", False: "numbers"}
         raise DataError(
             f"{name}: column {old.name!r} contains {what[bool(new.levels)]}, but the model was "
-            f"trained on {what[bool(old.levels)]}. Add the column to categorical, or remove the "
-            "column from categorical"
+            f"trained on {what[bool(old.levels)]}. Add the column to `categorical`, or remove the "
+            "column from `categorical`"
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:
-            raise DataError(f"{name}: column {old.name!r} has {new.levels} levels, but the model knows {old.levels}")
+            raise DataError(
+                f"{name}: column {old.name!r} has {new.levels} levels, but the model was trained with {old.levels}"
+            )
         return values
     unknown = [level for level in new.names if level not in old.names]
     if unknown:

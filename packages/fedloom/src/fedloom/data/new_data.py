@@ -138,7 +138,7 @@ def _lines(file: Path) -> list[str]:
     try:
         lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: not readable as UTF-8 text ({error}). Use a file with one text per line") from None
+        raise DataError(f"{file} is not readable as UTF-8 text ({error}). Use a file with one text per line") from None
     if not lines:
-        raise NoSamples(f"{file}: contains no rows to predict. Write one text per line")
+        raise NoSamples(f"{file} contains no rows to predict. Write one text per line")
     return lines

@@ -78,7 +78,7 @@ def new_rows(
             problems.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
-        raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}. Read the file first")
+        raise DataError(f"{name} must be a table or an array, got the path {str(rows)!r}. Read the file first")
     if isinstance(rows, Dataset):
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
@@ -91,9 +91,7 @@ def new_rows(
     elif isinstance(rows, Mapping):
         arrays = {str(c): plain(values, f"{name}, column {c!r}", mixed=True) for c, values in rows.items()}
         if single := [c for c, values in arrays.items() if values.ndim != 1]:
-            raise DataError(
-                f"{name}, column {single[0]!r}: must be a list with one cell per row, even for a single row"
-            )
+            raise DataError(f"{name}: column {single[0]!r} must be a list with one cell per row, even for a single row")
         columns = {c: values.tolist() for c, values in arrays.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(
@@ -107,9 +105,9 @@ def new_rows(
     else:
         new = _array(facts, *features_alone(rows, name), name, factors)
     if keep and not new.kept:
-        raise DataError(f"{name}: has no column names, so {keep[0]!r} cannot be kept")
+        raise DataError(f"{name} has no column names, so {keep[0]!r} cannot be kept")
     if not len(new.x):
-        raise NoSamples(f"{name}: contains no rows to predict. Pass at least one row")
+        raise NoSamples(f"{name} contains no rows to predict. Pass at least one row")
     return new
 
 
@@ -142,11 +140,11 @@ def _read_columns(
         raise DataError(f"{where} is a table, but the model takes samples of shape {shape}; {NO_TABLE}")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
-            f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that "
+            f"{where} lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that "
             f"the model was trained on. Its columns: {', '.join(map(repr, names))}"
         )
     if lost := [column for column in keep if column not in names]:
-        raise DataError(f"{where}: no column {lost[0]!r} to keep. Its columns: {', '.join(map(repr, names))}")
+        raise DataError(f"{where} has no column {lost[0]!r} to keep. Its columns: {', '.join(map(repr, names))}")
     refuse_twins(where, names)
     agreed = agreed_columns(table, REPAIR_HINT, factors or {})
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
@@ -184,11 +182,11 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
         wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
         if wide.ndim != 2:
             raise DataError(
-                f"{name}: must be texts, or tokens [N, length] as whole numbers, got {rows.dtype} {rows.shape}"
+                f"{name} must be texts, or tokens [N, length] as whole numbers, got {rows.dtype} {rows.shape}"
             )
         return NewRows(facts.samples(wide.to(torch.int64), name))
     if facts.vocabulary[1:2] != (UNKNOWN_TOKEN,):
-        raise DataError(f"{name}: contains texts, but the model was trained on tokens given as numbers. Give numbers")
+        raise DataError(f"{name} contains texts, but the model was trained on tokens given as numbers. Pass numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
     note = f"not in the vocabulary of the training data, read as {UNKNOWN_TOKEN}: {strange} tokens"
@@ -198,12 +196,12 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
 def _array(facts: InputSpec, x: np.ndarray[Any, Any], dtype: str, name: str, factors: Factors | None) -> NewRows:
     table = facts.table
     if x.dtype.kind not in "uifb":
-        raise DataError(f"{name}: must be numbers, got {x.dtype}. A table with text needs column names")
+        raise DataError(f"{name} must contain numbers, got {x.dtype}. A table with text needs column names")
     if table is not None:
         if any(column.levels for column in table.columns):
             raise DataError(f"{name}: the model was trained on text columns. Pass a table with column names")
         if x.ndim != 2 or x.shape[1] != len(table.columns):
-            raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
+            raise DataError(f"{name} has shape {x.shape}, but expected [rows, {len(table.columns)}]")
         cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
         return _read_columns(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None, factors)
     if x.ndim == 4 and x.shape[1] == 1 and x.shape[2:] == facts.shape:  # a sequence of a torch data set

@@ -97,7 +97,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
         row[0] = numbers
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
-        raise NoSamples(f"{name}: contains no samples")
+        raise NoSamples(f"{name} contains no samples")
     return Stack(x.done(), y, first, pictures)
 
 
@@ -147,9 +147,9 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
         new = stacked(pairs(places), name)
         if (new.x.dtype, new.x.shape[1:]) != (drawn.x.dtype, drawn.x.shape[1:]):
             raise DataError(
-                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but in the first "
-                f"reading they were {drawn.x.dtype} of shape {drawn.x.shape[1:]}; use the same size "
-                "and type for all samples"
+                f"{name}: samples are {new.x.dtype} of shape {new.x.shape[1:]}, but when first read, "
+                f"they were {drawn.x.dtype} of shape {drawn.x.shape[1:]}. Use the same size and type "
+                "for all samples"
             )
         return new.x
 
@@ -273,7 +273,7 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
         column = next((c for c in rows.column_names if len(rows) and _is_sample(rows[0][c])), None)
         if column is None:
             raise ConfigError(
-                f"{name}: contains no column of arrays or pictures. Its columns: {', '.join(rows.column_names)}"
+                f"{name} contains no column of arrays or pictures. Its columns: {', '.join(rows.column_names)}"
             )
         stack, _ = stacked_hub(rows, column, None, None, name)
     elif is_picture(rows):

@@ -172,14 +172,14 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
     """Return a training or test set, in any form that `Dataset.create` accepts, as arrays."""
     pair = find_pair(obj)
     if target is not None and (pair or isinstance(obj, TorchDataset) or (is_hub(obj) and not isinstance(target, str))):
-        raise ConfigError(f"{name}: already contains targets. Leave target out, or pass only the features")
+        raise ConfigError(f"{name} already contains targets. Omit `target`, or pass only the features")
     if is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair:
         return Side.create(*pair, name, obj.get("clients", obj.get("users")))._replace(notes=_unread(obj, name))
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
-            raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
+            raise ConfigError(f"{name} has {len(obj.tensors)} tensors, but expected features and targets")
         return Side.create(*obj.tensors, name)._replace(classes=_classes(obj))
     if isinstance(obj, (tuple, list)) and obj and all(isinstance(part, TorchDataset | DataLoader) for part in obj):
         raise ConfigError(
@@ -190,8 +190,9 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         return Side.create(obj[0], obj[1], name)
     if isinstance(obj, list) and target is None and are_many(obj):
         raise ConfigError(
-            f"{name}: {len(obj)} pairs of features and labels, each with many samples, are clients. "
-            "Pass them to fl.Federation.create, or to fl.simulate instead of a federation"
+            f"{name}: {len(obj)} pairs of features and labels, each with many samples, look like the "
+            "data of clients. Pass them to fl.Federation.create, or to fl.simulate instead of a "
+            "federation"
         )
     pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
@@ -203,8 +204,8 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
             if isinstance(obj, list):
                 raise ConfigError(
                     f"{name}: a list contains samples, but these have no targets. Pass features and "
-                    "targets as the tuple (x, y), or a list of tuples (features, target), or the "
-                    "targets in the argument target"
+                    "targets as the tuple (x, y), or a list of tuples (features, target), or pass "
+                    "the targets as `target`"
                 )
             if len(parts) == 4 or [len(part) for part in parts if type(part) is tuple] == [2, 2]:
                 cure = "{'train': (x, y), 'test': (x_test, y_test)}"
@@ -299,8 +300,8 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
     for what in (x_name, y_name, y_name if users is None else users):
         if what not in names:
             raise DataError(
-                f"{name}: no column {what!r} for x or y. Its columns: {', '.join(names)}. Name one column "
-                "for x and one for y"
+                f"{name} has no column {what!r} for x or y. Its columns: {', '.join(names)}. Name one "
+                "column for x and one for y"
             )
     beside = ", ".join(repr(n) for n in features if n != x_name)
     notes = (f"columns {x_name!r} and {y_name!r} are read, not {beside}",) if beside and column is None else ()

@@ -59,7 +59,8 @@ def rows_by_site(
         raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
     if source.agreement is not None:
         raise ConfigError(
-            "a regression reads its columns from [data] itself. Set categorical and drop there, and no agreement"
+            "a regression reads its columns from [data] itself. Set `categorical` and `drop` there, "
+            "and do not pass an agreement"
         )
     source = source.with_(impute=True, unlabelled="drop", **changes)
     if test is not None:
@@ -148,7 +149,8 @@ def survival_rows(
     time, event = target if time is None else time, named if event is None else event
     if time is None or event is None:
         raise ConfigError(
-            "the time and the event are unknown. Give both columns here, or set target and event in [data]"
+            "the columns of the time and the event are unknown. Give both columns here, or set "
+            "`target` and `event` in [data]"
         )
     unused = {*(drop or ()), *(column for column in (target, named) if column is not None)} - {time, event}
     return rows_by_site(

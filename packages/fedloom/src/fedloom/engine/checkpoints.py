@@ -120,8 +120,8 @@ class RunCheckpoints:
         if depending := derived or find_round_readers(self._job.setting):
             raise RunDirError(
                 f"{checkpoints.folder} contains a run of {ended} rounds, but {', '.join(depending)} "
-                f"depends on the number of rounds, so a run of {rounds} rounds is another run. Choose "
-                "another --out folder, or start over with --force"
+                f"depends on the number of rounds, so a run of {rounds} rounds is a different run. "
+                "Choose another --out folder, or start over with --force"
             )
         return ended
 

@@ -131,7 +131,7 @@ class Job(JobFacts):
         with attribute_error("mixer", mixer, f"round {ctx.round}"):
             mixtures = mixer.mix(rows, start, ctx, self._robust_mixture(ctx.round) if self.robust else None)
             if mixtures.shape != (ctx.m, rows.shape[1]):
-                raise ValueError(f"mix must return models {[ctx.m, rows.shape[1]]}, got {[*mixtures.shape]}")
+                raise ValueError(f"`mix` must return models of shape {[ctx.m, rows.shape[1]]}, got {[*mixtures.shape]}")
         mixtures = mixtures.to(shared)
         if mask is not None:
             mixtures = shared.repeat(ctx.m, 1).masked_scatter_(mask, mixtures)

@@ -59,28 +59,28 @@ def check_privacy(
             raise Refused(
                 f"aggregator 'private-mean' clips differences, but {name} uploads models",
                 rule="noise-needs-differences",
-                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}, which adds "
-                "noise to the changes of the models",
+                fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}, which adds noise "
+                "to the changes of the models",
             )
         if any(k.single for k in fields):
             raise Refused(
                 f"aggregator 'private-mean' protects only means, but the server in {name} also "
                 "receives uploads from individual clients",
                 rule="noise-misses-single-uploads",
-                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
+                fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
             )
     noise = accounted(channel, aggregator)
     if noise is None:
         return
     if find_spec("dp_accounting") is None:
-        raise ConfigError("delta needs the extra privacy. Run: pip install 'fedloom[privacy]'")
+        raise ConfigError("`delta` needs the `privacy` extra. Run: pip install 'fedloom[privacy]'")
     table = "upload_transform" if isinstance(noise, GaussianNoise) else "aggregator"
     if exact := exact_fields(type(algorithm)):
         raise Refused(
             f"delta requires epsilon, but clients of {name} also upload {' and '.join(exact)} without "
             "noise, so epsilon would be infinite",
             rule="epsilon-misses-fields",
-            fix=f"leave {{{table}.delta}} out",
+            fix=f"omit {{{table}.delta}}",
         )
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (
@@ -92,7 +92,7 @@ def check_privacy(
                 f"delta requires epsilon, but with {what} {kind!r} clients answer without noise, so "
                 "epsilon would be infinite",
                 rule="epsilon-misses-answers",
-                fix=f"leave {{{table}.delta}} out, or leave {{{what}}} out",
+                fix=f"omit {{{table}.delta}} or {{{what}}}",
             )
 
 

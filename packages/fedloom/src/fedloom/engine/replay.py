@@ -107,11 +107,11 @@ class Replay:
         """
         if self.cohorts is not None and sampler != Uniform():
             raise Refused(
-                f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Leave one of the two out"
+                f"cohorts and sampler {sampler.kind!r} both choose the clients of a round. Omit one of the two"
             )
         if self.projection is not None and not algorithm.projects:
             raise Refused(
-                f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Leave projection out"
+                f"projection has no effect with {type(algorithm).__name__}, which uses no matrix. Omit `projection`"
             )
         n = len(sizes)
         if self.cohorts is not None:

@@ -67,7 +67,9 @@ def score_request(job: Job, state: State) -> ScoreRequest | None:
     with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
         if model is not None and model.shape != (job.oracle.layout.d,):
-            raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*model.shape]}")
+            raise ValueError(
+                f"`global_model` must return a tensor of shape [d] = [{job.oracle.layout.d}], got {[*model.shape]}"
+            )
     if model is None and not job.has_personal:
         return None
     if job.has_personal and job.mixes:

@@ -198,8 +198,8 @@ def _model(options: Mapping[str, Any], where: str, hint: Hint) -> ModelSpec:
         return make(Held, rest, where, fields_of(Held))
     if kind == Held.kind and "digest" in rest:
         raise ConfigError(
-            f"{_value_at(where)}the model {rest.get('name')!r} was an object in Python, and no file "
-            "names this object. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in "
+            f"{_value_at(where)}the model {rest.get('name')!r} was passed as a Python object, and no "
+            "file refers to it. In Python, pass the model again, as fl.open_run(FOLDER, MODEL) or in "
             "the same call of fl.compare"
         )
     if kind not in MODEL_CLASSES:

@@ -35,7 +35,7 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
             f"engine.workers is {engine.workers}, but workers are forks of this process, and a fork "
             f"cannot use the GPU {engine.device!r} of its parent process",
             rule="workers-on-a-gpu",
-            fix="leave {engine.workers} out, or start one process per GPU with torchrun",
+            fix="omit {engine.workers}, or start one process per GPU with torchrun",
         )
     return useful(engine.workers, problem.n)
 

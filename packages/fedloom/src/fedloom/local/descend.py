@@ -94,7 +94,7 @@ def descend(
     m, local = work.m, work.local
     pairs: Sequence[object] = pull  # of user code, perhaps
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        raise CodeError("descend: pull must be pairs of a strength and a point, as pull=((mu, x),)")
+        raise CodeError("descend: `pull` must contain pairs of a strength and a point, as in pull=((mu, x),)")
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
     pull = [(per_coordinate(mu, m, w) if isinstance(mu, Tensor) else mu, x) for mu, x in pull]

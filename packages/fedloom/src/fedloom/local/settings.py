@@ -113,7 +113,7 @@ class LocalSGD(Value):
         if isinstance(self.batch_size, int) and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or 'full', got {self.batch_size}")
         if self.schedule == "exponential" and "decay" not in self.model_fields_set:
-            raise ValueError("schedule 'exponential' needs decay, the factor of the learning rate per round")
+            raise ValueError("schedule 'exponential' needs `decay`, the factor of the learning rate per round")
         if self.steps is not None and "epochs" in self.model_fields_set:
             raise ValueError("set epochs or steps, but not both")
         if self.optimizer == "sgd":
@@ -124,8 +124,8 @@ class LocalSGD(Value):
                         "optimizer, such as optimizer = 'torch.optim:SGD'"
                     )
         elif self.momentum:
-            cure = "Set momentum in optimizer_options" if self.has_momentum else "Leave momentum out"
-            raise ValueError(f"momentum can be used only with plain sgd, and not with {self.optimizer!r}. {cure}")
+            cure = "Set momentum in optimizer_options" if self.has_momentum else "Omit `momentum`"
+            raise ValueError(f"momentum works only with plain sgd, not with {self.optimizer!r}. {cure}")
         for key, value in self.optimizer_options.items():
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local]. Set {key} there")
@@ -185,13 +185,13 @@ class LocalSGD(Value):
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):
             raise ConfigError(
-                f"local.{key} = 0 trains nothing",
+                f"local.{key} = 0, so nothing would be trained",
                 rule="no-local-step",
                 fix=f"set {{local.{key} = 1}}, or use a larger number",
             )
         if self.lr < MIN_STEP_SIZE:
             raise ConfigError(
-                f"local.lr = {self.lr:g} is 0 in float32 and trains nothing",
+                f"local.lr = {self.lr:g} is 0 in float32, so nothing would be trained",
                 rule="step-size-zero",
                 fix="set a larger learning rate, such as {local.lr = 0.1}",
             )

@@ -93,5 +93,5 @@ class GuidedOption(Construction):
             raise Refused(
                 f"model.guided compares the representation of a whole sample with classes, but {POSITIONS_REASON}",
                 rule="guided-needs-one-label",
-                fix="leave {model.guided} out",
+                fix="omit {model.guided}",
             )

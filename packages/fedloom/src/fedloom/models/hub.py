@@ -37,7 +37,7 @@ class Hub(OfTokens):
     @model_validator(mode="after")
     def _one_of_two(self) -> Hub:
         if (self.name is None) == ("model_type" not in self.config):
-            raise ValueError("set either name, or config with a model_type such as 'bert'")
+            raise ValueError("set either `name`, or `config` with a `model_type` such as 'bert'")
         return self
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:

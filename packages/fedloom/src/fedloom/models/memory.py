@@ -127,5 +127,5 @@ class MemoryOption(Construction):
             raise Refused(
                 f"model.memory stores samples with their classes, but {what}",
                 rule="memory-needs-classes",
-                fix="leave {model.memory} out",
+                fix="omit {model.memory}",
             )

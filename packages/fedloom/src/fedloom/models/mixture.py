@@ -84,12 +84,12 @@ class MixtureOption(Construction):
             raise Refused(
                 "model.mixture mixes class probabilities, but this task has no classes",
                 rule="mixture-needs-classes",
-                fix="leave {model.mixture} out",
+                fix="omit {model.mixture}",
             )
         for key in ("class_weights", "loss"):
             if key in task_keys:
                 raise Refused(
                     "model.mixture always uses -log of the probabilities as its loss",
                     rule="mixture-has-a-loss",
-                    fix=f"leave {{task.{key}}} out",
+                    fix=f"omit {{task.{key}}}",
                 )

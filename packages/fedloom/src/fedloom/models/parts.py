@@ -171,5 +171,7 @@ def _declared(module: nn.Module, part: str) -> str | None:
         return None
     submodules = [submodule for submodule, _ in module.named_modules() if submodule]
     if name not in submodules:
-        raise ConfigError(f"{type(module).__name__}.{part} names no submodule: {name!r}; {nearest(name, submodules)}")
+        raise ConfigError(
+            f"{type(module).__name__}.{part} does not name a submodule: {name!r}; {nearest(name, submodules)}"
+        )
     return name

@@ -193,7 +193,7 @@ def load_weights(module: nn.Module, file: str) -> None:
         saved = load(content)
     except SafetensorError as error:
         raise ConfigError(
-            f"model weights {file}: not a readable safetensors file ({error}). Use another file"
+            f"model weights {file}: this is not a readable safetensors file ({error}). Use a different file"
         ) from None
     initial = module.state_dict()
     for name in [*initial, *saved]:
@@ -217,7 +217,7 @@ def weights_content(weights: str) -> bytes:
         content = regular(Path(file).expanduser()).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"model weights {file}: not a readable safetensors file ({error}). Use another file"
+            f"model weights {file}: this is not a readable safetensors file ({error}). Use a different file"
         ) from None
     got = hashlib.sha256(content).hexdigest()
     if got != (wanted or got):

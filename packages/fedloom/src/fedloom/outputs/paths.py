@@ -60,11 +60,11 @@ def check_output_file(
             "link, or choose another path"
         )
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder, not a file. Name a file, such as {path / 'NAME'}")
+        raise ConfigError(f"{path} is a folder, not a file. Give the path of a file, such as {path / 'NAME'}")
     check_folder(path.parent)
     exists = path.exists()
     if exists and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file. Name a regular file")
+        raise ConfigError(f"{path} is not a regular file. Give the path of a regular file")
     for name, read in _existing(inputs):
         if _same(path, read) or _same(draft_of(path), read):
             raise ConfigError(f"{path} would overwrite {name}, which this call reads. Choose another path")
@@ -83,7 +83,7 @@ def check_output_file(
     other = next((other for other, endings in FILE_KINDS.items() if path.suffix.lower() in endings), kind.name)
     if not exists and other != kind.name:
         raise ConfigError(
-            f"{path}: {path.suffix} is the wrong ending for {kind.what}. Use a name that ends in "
+            f"{path}: {path.suffix} is the wrong extension for {kind.what}. Use a name that ends in "
             f"{' or '.join(FILE_KINDS[kind.name])}{f', or {option} to keep this name' if option else ''}"
         )
     return path
@@ -135,7 +135,9 @@ def _check_name(path: Path) -> Path:
     """
     if path.parts and path.parts[0].startswith("-"):
         what = "the standard output" if path.parts[0] == "-" else "an option"
-        raise ConfigError(f"{str(path)!r} looks like {what}, but fedloom writes files. Name a file or a folder")
+        raise ConfigError(
+            f"{str(path)!r} looks like {what}, but fedloom writes files. Give the path of a file or folder"
+        )
     created = "".join(place.name for place in (path, *path.parents) if not place.exists())
     if any(unicodedata.category(character) == "Cc" for character in created):
         raise ConfigError(f"{str(path)!r} contains a line break or another control character. Use a printable name")

@@ -179,7 +179,7 @@ class Backdoor(Attack):
             raise ConfigError(
                 "attack.columns names columns of a table, but these data have no columns",
                 rule="backdoor-columns-missing",
-                fix="leave {attack.columns} out",
+                fix="omit {attack.columns}",
             )
         if x.ndim < 3 or self.size > min(x.shape[-2:]):
             raise ConfigError(
@@ -473,5 +473,5 @@ def _classes(y: Tensor, classes: int) -> None:
         raise ConfigError(
             f"label attacks need class labels, got {y.dtype} labels of {classes} classes",
             rule="attack-needs-classes",
-            fix="leave {attack} out",
+            fix="omit {attack}",
         )

@@ -133,7 +133,7 @@ class Layout:
             LayoutError: the last dimension of the rows is not d.
         """
         if rows.dim() == 0 or rows.shape[-1] != self.d:
-            raise LayoutError(f"rows of this model must be [..., {self.d}], got {list(rows.shape)}")
+            raise LayoutError(f"rows of this model must have shape [..., {self.d}], got {list(rows.shape)}")
 
     @cached_property
     def _sizes(self) -> list[int]:

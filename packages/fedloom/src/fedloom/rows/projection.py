@@ -47,10 +47,12 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
     if matrix is not None:
         if k is None:
             raise ConfigError(
-                "projection and dim = None contradict each other: dim = None is the identity. Leave one out"
+                "projection and dim = None contradict each other: dim = None is the identity. Omit one of the two"
             )
         if matrix.shape != (k, like.shape[-1]):
-            raise ConfigError(f"projection must be [{k}, {like.shape[-1]}] (dim, parameters), got {[*matrix.shape]}")
+            raise ConfigError(
+                f"projection must have shape [{k}, {like.shape[-1]}] (dim, parameters), got {[*matrix.shape]}"
+            )
         return Projection(matrix.to(like))
     if k is None:
         return Projection(None)

@@ -49,7 +49,7 @@ class Codec:
     def __post_init__(self) -> None:
         for name, field in self.fields.items():
             if not 1 <= len(name.encode()) <= 255:
-                raise ConfigError(f"a field name must have 1 to 255 bytes, got {name[:20]!r}")
+                raise ConfigError(f"a field name must be 1 to 255 bytes long, got {name[:20]!r}")
             if field.layout not in (None, self.layout):
                 raise ConfigError(f"field {name!r} has the layout of a different model")
 
@@ -101,11 +101,11 @@ class Codec:
             raise WireError(f"a message must have at least {WIRE_HEADER.size} bytes, got {len(data)}")
         magic, version, count, fingerprint, crc = WIRE_HEADER.unpack(data[: WIRE_HEADER.size])
         if magic != WIRE_MAGIC:
-            raise WireError(f"not a fedloom message: the first bytes are {magic!r}")
+            raise WireError(f"this is not a fedloom message: the first bytes are {magic!r}")
         if version != WIRE_VERSION:
             raise WireError(
-                f"message of format version {version}, but this side uses {WIRE_VERSION}. Install the "
-                "same release on both sides"
+                f"the message has format version {version}, but this side uses {WIRE_VERSION}. "
+                "Install the same release on both sides"
             )
         if fingerprint != self._fingerprint:
             raise WireError(
@@ -156,7 +156,9 @@ class Codec:
             value, s = values[name], tuple(field.shape)
             lead = tuple(value.shape[: value.dim() - len(s)])
             if tuple(value.shape) != (*lead, *s) or len(lead) > 1:
-                raise WireError(f"field {name!r} must be [m, {', '.join(map(str, s))}], got {list(value.shape)}")
+                raise WireError(
+                    f"field {name!r} must have shape [m, {', '.join(map(str, s))}], got {list(value.shape)}"
+                )
             m = lead[0] if lead else m
             total = total + self._count(field, value, (ranks or {}).get(name), count)
         return total.expand(m).clone()

@@ -226,8 +226,7 @@ class Trace(Devices):
             strange = next(client for k, client in enumerate(chosen) if client != k)
             raise ConfigError(
                 f"devices.file {self.file}: client must be numbered from 0 to {n - 1}, got {strange} "
-                f"instead of {chosen.index(strange)}. Number the clients anew, or set devices.draw = "
-                "true"
+                f"instead of {chosen.index(strange)}. Renumber the clients, or set devices.draw = true"
             )
         devices = [rows[client] for client in chosen]
         names = tuple(sorted({device.name for device in devices}))

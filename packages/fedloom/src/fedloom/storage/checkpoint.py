@@ -238,8 +238,8 @@ class Checkpoints:
                     f"its fingerprint is {body['fingerprint']}, but this run has {fingerprint}, so code or data differ"
                 )
                 raise RunDirError(
-                    f"{self.folder} contains checkpoints of another run: {changed}. Choose another "
-                    "--out folder, or start over with --force"
+                    f"{self.folder} contains checkpoints of a different run: {changed}. Choose "
+                    "another --out folder, or start over with --force"
                 )
             return Loaded(generation, tensors, body["meta"], warnings)
         if warnings:

@@ -179,9 +179,9 @@ class Claims:
             holder = self.claimant(unit)
             if holder is not None and not holder.ended:
                 raise RunDirError(
-                    f"{self.folder.parent}: process {holder.pid} on {holder.host} joined for {unit}, "
-                    "and may still work. Join too (--join): a process that joins takes over the work "
-                    "of processes that have ended"
+                    f"{self.folder.parent}: process {holder.pid} on {holder.host} has claimed {unit} "
+                    "and may still be running. Use --join to join as well: a process that joins "
+                    "takes over the work of processes that have ended"
                 )
 
     def forget(self) -> None:

@@ -137,7 +137,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
     """
     with explained(path):
         if path.is_dir():
-            raise CheckpointError(f"{path} is a folder, not a file. Name a file, such as {path / 'NAME'}")
+            raise CheckpointError(f"{path} is a folder, not a file. Give the path of a file, such as {path / 'NAME'}")
         temporary = draft_of(path)
         with _draft(temporary) as fd:
             if callable(content):

@@ -238,12 +238,13 @@ class Journal:
             magic, length, crc = _HEADER_STRUCT.unpack(file.read(_HEADER_STRUCT.size).ljust(_HEADER_STRUCT.size, b"\0"))
             text = file.read(length) if magic == _JOURNAL_MAGIC else b""
         if zlib.crc32(text) != crc or not text:
-            raise DamagedCheckpoint(f"{path} is damaged at its beginning")
+            raise DamagedCheckpoint(f"{path} is damaged at the beginning")
         values = json.loads(text)
         if values["layout"] != self._layout:
             raise RunDirError(
-                f"{path} contains the clients' rows of another experiment: {values['layout']}, but "
-                f"this one has {self._layout}. Choose another --out folder, or start over with --force"
+                f"{path} contains the clients' rows of a different experiment: {values['layout']}, "
+                f"but this one has {self._layout}. Choose another --out folder, or start over with "
+                "--force"
             )
         occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])

@@ -47,7 +47,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path} is not a TOML file: line {line} is not text in UTF-8. Save the file as UTF-8"
+            f"{path} is not a TOML file: line {line} is not valid UTF-8. Save the file as UTF-8"
         ) from None
     except ValueError as error:  # of TOML, or of a number with thousands of digits
         fault = str(error).replace("Cannot overwrite a value", "A key is given twice. Leave one of them out")

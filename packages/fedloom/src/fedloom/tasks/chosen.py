@@ -106,7 +106,7 @@ class Chosen:
                     f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}. "
                     f"Allowed: {', '.join((*measured, *base.further))}",
                     rule="metric-undefined",
-                    fix="leave {task.metrics} out, or name other metrics",
+                    fix="omit {task.metrics}, or name other metrics",
                 )
         own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
@@ -117,13 +117,13 @@ class Chosen:
             raise ConfigError(
                 "task.calibrate works only for binary tasks",
                 rule="calibrate-needs-two-classes",
-                fix="leave {task.calibrate} out",
+                fix="omit {task.calibrate}",
             )
         if objective.horizon is not None and not isinstance(base, Survival):
             raise ConfigError(
                 "task.horizon works only for survival tasks",
                 rule="horizon-needs-survival",
-                fix="leave {task.horizon} out, or name the event column in {data.event}",
+                fix="omit {task.horizon}, or name the event column in {data.event}",
             )
         declare(objective.directions)
         return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in measured))
@@ -213,7 +213,7 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
         raise ConfigError(
             "task.class_weights needs classes, but this task has no classes",
             rule="class-weights-need-classes",
-            fix="leave {task.class_weights} out",
+            fix="omit {task.class_weights}",
         )
     if isinstance(weights, Mapping):
         for name in weights:

@@ -220,4 +220,6 @@ def _enough(rule: Aggregator) -> int:
             return 5
         else:
             return max(5, m + 2)
-    raise ConfigError(f"{rule!r} accepts no cohort of up to {MOST_ROWS} rows ({refusal}). Pass a rule with a smaller f")
+    raise ConfigError(
+        f"{rule!r} rejects every cohort of up to {MOST_ROWS} rows ({refusal}). Pass a rule with a smaller f"
+    )

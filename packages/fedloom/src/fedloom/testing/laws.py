@@ -299,7 +299,7 @@ def check_algorithm(
         raise ConfigError(f"algorithm must be a method such as fl.algorithms.FedAvg(), got {algorithm!r:.80}")
     module = layout if isinstance(layout, nn.Module) else None
     if shape is not None and module is None:
-        raise ConfigError("shape describes the samples of a module. Pass layout=MODULE too")
+        raise ConfigError("`shape` describes the samples of a module. Also pass layout=MODULE")
     names = layout if isinstance(layout, Layout) else TOY_LAYOUT if module is None else Layout.create(module)
     for law in laws_of(algorithm, without):
         check_law(law, algorithm, weigher, names)

@@ -65,10 +65,12 @@ class Classifier:
                 outputs = deepcopy(net).double().eval()(x)
         except Exception as error:
             samples = f"samples of shape {list(shape)}"
-            raise ConfigError(f"the module does not accept {samples}: {error}. Pass shape") from error
+            raise ConfigError(f"the module does not accept {samples}: {error}. Pass `shape`") from error
         if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
             got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise ConfigError(f"the module must return [samples, classes] with at least two classes, got {got}")
+            raise ConfigError(
+                f"the module must return a tensor of shape [samples, classes] with at least two classes, got {got}"
+            )
         classes = outputs.shape[1]
         y = (owner + torch.randint(0, 2, (len(x),), generator=g)) % classes
         return cls(net, (x + owner.view(-1, *(1 for _ in shape))).float(), y, classes)

@@ -154,7 +154,7 @@ class Program:
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
         except Exception as error:  # a file from elsewhere may break torch in any way
-            raise LayoutError(f"{path}: not a model exported for torch ({cause_of(error)})") from None
+            raise LayoutError(f"{path} is not a model exported for torch ({cause_of(error)})") from None
         self.module = program.module()
 
     @torch.no_grad()

@@ -135,7 +135,8 @@ class Model:
         facts = self.recipe.facts
         if facts.table is not None and self.fitted is None:
             raise ConfigError(
-                "each client scaled its columns by itself, but this model has no scaling. Choose a client, or use adapt"
+                "each client scaled its columns separately, but this model has no scaling. Choose a "
+                "client, or use adapt"
             )
         return RawModel(
             self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
@@ -180,9 +181,7 @@ class Model:
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
         if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
-            raise DataError(
-                f"rows: {problems[0]}. Give that column under another name if it contains converted numbers"
-            )
+            raise DataError(f"rows: {problems[0]}. Rename that column if it contains converted numbers")
         return new.x
 
     @default_to_cpu()
@@ -300,8 +299,8 @@ class Model:
             names = set(file.keys())
             if "rows" not in names:
                 raise LayoutError(
-                    f"{path}: does not contain a single model (no tensor 'rows'). It contains "
-                    f"{', '.join(sorted(names))}"
+                    f"{path} is not a file of exactly one model (it has no tensor 'rows'). It "
+                    f"contains {', '.join(sorted(names))}"
                 )
             tensors = {name: file.get_tensor(name) for name in TENSOR_FIELDS if name in names}
             base = {
@@ -369,7 +368,7 @@ def open_tensors(path: Path, *, check: bool = True) -> Any:
         return file
     except (OSError, SafetensorError) as error:
         raise LayoutError(
-            f"{path}: not a readable file of models ({error}). Write the file again with 'fedloom run'"
+            f"{path} is not a readable file of models ({error}). Write the file again with 'fedloom run'"
         ) from None
 
 

@@ -37,10 +37,10 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     with open_tensors(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
     if any(name.startswith("rows.") or "/" in name for name in tensors):
-        raise LayoutError(f"{path}: does not contain a single model. It contains {', '.join(sorted(tensors)[:5])}")
+        raise LayoutError(f"{path} is not a file of exactly one model. It contains {', '.join(sorted(tensors)[:5])}")
     if isinstance(model, ModelSpec):
         if "rows" not in tensors:
-            raise LayoutError(f"{path}: does not describe the data of its model. Pass the module itself")
+            raise LayoutError(f"{path} does not describe the data of its model. Pass the module itself")
         return Model.load(path, model).module()
     module = copy.deepcopy(model).cpu().eval()
     if "rows" not in tensors:
@@ -48,7 +48,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
         for name in [*wanted, *tensors]:
             got, want = (list(values[name].shape) if name in values else "none" for values in (tensors, wanted))
             if got != want:
-                raise LayoutError(f"{path}: {name!r} has the shape {got}, but in the given module {want}")
+                raise LayoutError(f"{path}: {name!r} has the shape {got}, but in the given module it is {want}")
         dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
         module.to(dtype).load_state_dict(tensors)
         return module

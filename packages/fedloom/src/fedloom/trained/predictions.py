@@ -85,7 +85,7 @@ class Predictions:
             )
         if set_threshold is not None and not set_threshold > 0:
             raise ConfigError(
-                f"the threshold of the sets must be greater than 0, got {set_threshold:g}; the table "
+                f"the threshold of the sets must be greater than 0, got {set_threshold:g}. The table "
                 "of the analysis conformal contains the threshold"
             )
         return replace(self, threshold=threshold, set_threshold=set_threshold)

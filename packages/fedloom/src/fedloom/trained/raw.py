@@ -148,6 +148,6 @@ def check_threshold(facts: InputSpec, threshold: float | None) -> None:
         ConfigError: the threshold is not between 0 and 1, or the task is neither binary nor multilabel.
     """
     if threshold is not None and facts.task not in ("binary", "multilabel"):
-        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Leave threshold out")
+        raise ConfigError(f"a threshold decides between two classes, but this is a {facts.task}. Omit `threshold`")
     if threshold is not None and not 0 <= threshold <= 1:
         raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")

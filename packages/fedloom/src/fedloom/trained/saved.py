@@ -238,7 +238,7 @@ class SavedModels:
             }
         except KeyError as error:
             raise LayoutError(
-                f"{self._path('server')}: belongs to a different method, because it contains no {error}"
+                f"{self._path('server')} belongs to a different method, because it contains no {error}"
             ) from None
         return ServerSide(
             algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed

@@ -180,7 +180,7 @@ def _data(site: Site) -> Iterator[Finding]:
     if lacking:
         unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
         yield Finding(
-            "note", f"labels: no training sample of {', '.join(lacking)}. The site can train anyway{unscored}"
+            "note", f"labels: no training samples of {', '.join(lacking)}. The site can train anyway{unscored}"
         )
     else:
         what = "classes" if fed.data.classed else "labels"
@@ -213,7 +213,7 @@ def _share(site: Site, train: int) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"sums: max_share = {most:g} allows one site to have {most:.0%} of the weight of a sum, "
-            "and such a sum nearly shows the site's upload. Ask the coordinator to set "
+            "and such a sum nearly reveals the site's upload. Ask the coordinator to set it to "
             f"{MAX_SAFE_SHARE:g} or less",
         )
     if most == 1:
@@ -274,7 +274,8 @@ def _authority(site: Site) -> Iterator[Finding]:
         return
     except ValueError:
         yield Finding(
-            "refused", f"{site.ca} is not a certificate in PEM form. Get the file from the server's administrator again"
+            "refused",
+            f"{site.ca} is not a certificate in PEM format. Get the file from the server's administrator again",
         )
         return
     yield _dates("the authority's certificate", certificate)
@@ -301,7 +302,7 @@ def _disk(site: Site) -> Iterator[Finding]:
         with NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        yield Finding("refused", f"cannot write in {folder}: {error.strerror}. The site stores its models there")
+        yield Finding("refused", f"cannot write to {folder}: {error.strerror}. The site stores its models there")
         return
     free = shutil.disk_usage(folder).free >> 20
     if free < site.free_disk:
@@ -414,12 +415,13 @@ def _clock(server: datetime | None) -> Finding:
     if ahead > MAX_CLOCK_LEAD + timedelta(seconds=1):  # the header has whole seconds
         return Finding(
             "refused",
-            f"the clock is {ahead.total_seconds():.0f} s ahead of the server's clock, at most 5 s are allowed. Use NTP",
+            f"the clock is {ahead.total_seconds():.0f} s ahead of the server's clock, but at most 5 s "
+            "are allowed. Synchronize the clock with NTP",
         )
     if ahead < -MAX_CLOCK_LAG:
         return Finding(
             "refused",
-            f"the clock is {-ahead.total_seconds():.0f} s behind the server's clock, at most 300 s "
-            "are allowed. Use NTP",
+            f"the clock is {-ahead.total_seconds():.0f} s behind the server's clock, but at most 300 "
+            "s are allowed. Synchronize the clock with NTP",
         )
     return Finding("ok", "clock: equal to the server's clock")

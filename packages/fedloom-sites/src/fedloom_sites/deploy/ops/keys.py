@@ -54,7 +54,7 @@ class Authority(NamedTuple):
         """
         private = load_pem_private_key(key, password=None)
         if not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise TypeError("the key is of another type")
+            raise TypeError("the key has a different type")
         return cls(private, x509.load_pem_x509_certificate(certificate))
 
     def pem(self) -> bytes:

@@ -209,7 +209,7 @@ def check_certificate(server: Server) -> None:
         ssl.create_default_context(cafile=server.ca)
     except ssl.SSLError:
         raise ConfigError(
-            f"{server.ca} is not a certificate in PEM form. The folder authority/ contains a copy"
+            f"{server.ca} is not a certificate in PEM format. The folder authority/ contains a copy"
         ) from None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.certificate, server.key, lambda: "")

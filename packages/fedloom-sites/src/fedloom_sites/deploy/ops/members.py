@@ -80,16 +80,16 @@ def add(folder: Path, name: str, place: Location) -> Change:
     server, out = read_server(file), folder / "changes" / name
     if same := case_twin(name, (m.site for m in server.sites)):
         raise ConfigError(
-            f"{folder} has a site {same}, got {name}. Choose a name that differs in more than upper and lower case"
+            f"{folder} already has a site {same}, got {name}. Choose a name that differs in more than capitalization"
         )
     if out.exists():
-        raise ConfigError(f"{out} already exists and contains keys. Use this folder, or delete the folder yourself")
+        raise ConfigError(f"{out} already exists and contains keys. Use this folder, or delete it yourself")
     templates = [read_toml(path, "site file") for path in sorted(folder.glob("sites/*/site.toml"))]
     if any(site.get("share", "all") == "partition" for site in templates):
         raise ConfigError(
-            "the sites share the data of one partition, and a further site would change the partition. Only sites "
-            "with their own data can be joined: create a deployment of all sites, with fedloom deploy init FILE "
-            "--out NEW --own-data"
+            "the sites share the data of one partition, and an additional site would change the "
+            "partition. A site can be added only if all sites have their own data. Create a "
+            "deployment of all sites with: fedloom deploy init FILE --out NEW --own-data"
         )
     pairs = keys.key_pair("connection"), keys.key_pair("signing")
     member = make(
@@ -264,7 +264,7 @@ def remove(folder: Path, name: str) -> Server:
     rest = [m for m in settings["sites"] if m["site"] != name]
     least = 1 if server.secure is None else server.secure.threshold
     if len(rest) < least:
-        raise ConfigError(f"without {name}, {len(rest)} sites are left, but a run needs {least} sites")
+        raise ConfigError(f"without {name}, only {len(rest)} sites would be left, but a run needs {least} sites")
     settings |= {"sites": rest, "quorum": min(settings["quorum"], len(rest))}
     make(Server, settings, str(file), fields_of(Server))
     write_atomic(file, tomli_w.dumps(settings).encode())

@@ -176,7 +176,7 @@ def plan(
     first = 0 if agreed_threshold is None else bits_before(job, groups)
     check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first)
     if changes is not None and not secure_aggregation:
-        raise ConfigError("--changes needs secure aggregation. Add --secure-aggregation, or leave --changes out")
+        raise ConfigError("--changes needs secure aggregation. Add --secure-aggregation, or omit --changes")
     _check_same_cohorts(job, agreed_threshold is not None, MAX_CHANGES if changes is None else changes)
     folder = data_dir or (Path(os.environ[DATA_FOLDER_VARIABLE]) if os.environ.get(DATA_FOLDER_VARIABLE) else None)
     agreed = one.settings() | {"data": _placeless(one)}
@@ -215,9 +215,7 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
     """
     if not secure_aggregation:
         if threshold is not None:
-            raise ConfigError(
-                "--threshold needs secure aggregation. Add --secure-aggregation, or leave --threshold out"
-            )
+            raise ConfigError("--threshold needs secure aggregation. Add --secure-aggregation, or omit --threshold")
         return None
     if not MIN_SITES <= n <= MAX_SITES:
         raise ConfigError(f"secure aggregation works with {MIN_SITES} to {MAX_SITES} sites, got {n}")
@@ -251,10 +249,10 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
         if drawn < job.n:
             raise ConfigError(
                 f"sampler {sampler.kind!r} draws {drawn} of {job.n} sites in round {t}, and two sums "
-                "over different sites reveal the upload of one site. Leave the sampler out, so that "
-                "all sites train in every round, or add noise (aggregator 'private-mean' with a "
-                "delta, or upload_transform 'gaussian-noise'), or allow as many changes per site as "
-                f"there are rounds (--changes {setting.rounds}), which gives up this protection"
+                "over different sites reveal the upload of one site. Omit the sampler so that all "
+                "sites train in every round, or add noise (aggregator 'private-mean' with a delta, "
+                "or upload_transform 'gaussian-noise'), or allow as many changes per site as there "
+                f"are rounds (--changes {setting.rounds}), which gives up this protection"
             )
 
 
@@ -318,8 +316,8 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
     for k, name in enumerate(names):
         if _safe(name) != name:
             raise ConfigError(
-                "--names: a name consists of letters and digits, with '.', '_' or '-' only inside, got "
-                f"{name!r}. Change it"
+                "--names: a name consists of letters and digits, and may contain '.', '_' or '-', "
+                f"but not at its start or end, got {name!r}. Change the name"
             )
         if same := case_twin(name, names[:k]):
             why = "is there twice" if same == name else f"and {same} share a folder on a disk that ignores case"

@@ -119,7 +119,7 @@ class Checks:
             Rejected: a check fails. The message describes the failure. No other error is possible.
         """
         if pending is None:
-            raise Rejected(1, "does not answer an open message")
+            raise Rejected(1, "the reply does not answer an open message")
         draft = _Draft(message, pending, is_late, answered)
         try:
             for _, _, step in self.STEPS:
@@ -127,7 +127,7 @@ class Checks:
         except Rejected:
             raise
         except Exception as error:  # whatever else cannot be read counts as little as the rest
-            raise Rejected(3, f"cannot be read ({type(error).__name__})") from error
+            raise Rejected(3, f"the reply cannot be read ({type(error).__name__})") from error
         head = draft.head
         return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
 
@@ -169,7 +169,7 @@ class Checks:
         record = content.get(HEAD_RECORD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
         if isinstance(release, str) and release != __version__:
-            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
+            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, but the server runs {__version__}")
         try:
             return draft._replace(envelope=unseal(content, REPLY_FIELDS, STATUS_FIELDS, most, most))
         except WireError as error:
@@ -223,7 +223,7 @@ class Checks:
                 raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, but the experiment has {want}")
         sizes, limit = head["sizes"], self._settings.examples_limit
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
-            raise Rejected(9, f"numbers of samples must be three numbers from 0 to {limit}, got {str(sizes)[:60]}")
+            raise Rejected(9, f"the sample counts must be three numbers from 0 to {limit}, got {str(sizes)[:60]}")
         if not re.fullmatch(rf"[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}", head["figures"]):
             raise Rejected(9, f"figures must be hexadecimal digits, got {head['figures'][:60]!r}")
 
@@ -249,7 +249,7 @@ class Checks:
         if draft.is_round and value is not None:
             parts = (*value.up, value.info, value.sampler_report) if isinstance(value, Upload) else (value,)
             if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-                raise Rejected(8, "NaN or infinite numbers in the arrays")
+                raise Rejected(8, "the arrays contain NaN or infinite numbers")
         return draft
 
     def _counts(self, draft: _Draft) -> _Draft:
@@ -296,12 +296,12 @@ class Checks:
             bound = bound_of(self._settings.norm_bound, name)
             if not (norm <= bound and math.isfinite(norm)):
                 raise Rejected(
-                    11, f"the norm of the difference of {name} is {norm:.4g}, at most {bound:.4g} is allowed"
+                    11, f"the norm of the difference in {name} is {norm:.4g}, but at most {bound:.4g} is allowed"
                 )
         if not bool(usable((*up,), 1, job.setting.engine.norm_bound).all()):
             raise Rejected(11, f"the norm of a field exceeds engine.norm_bound = {job.setting.engine.norm_bound}")
         if any(bool((weight < 0).any()) for weight in job.weights(up)):
-            raise Rejected(11, "a weight of the client's model is negative")
+            raise Rejected(11, "the client's model has a negative weight")
         self._check_ranges(up, pending)
         return draft._replace(norm=math.hypot(*norms.values()))
 

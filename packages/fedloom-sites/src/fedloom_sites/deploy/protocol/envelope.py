@@ -260,7 +260,7 @@ def unseal(
         raise WireError(f"records must be {HEAD_RECORD} and {ARRAYS_RECORD}, got {sorted(map(_short, content))[:8]}")
     size = sum(len(name) + _size(value) for name, value in head.items())
     if size > head_limit:
-        raise WireError(f"the head has {size} bytes, at most {head_limit} are allowed")
+        raise WireError(f"the header has {size} bytes, but at most {head_limit} are allowed")
     return Envelope(_head(head, fields, status), unpack_arrays(arrays, limit), _metrics(content))
 
 
@@ -272,10 +272,10 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
     refusal = "status" in wanted and record.get("status") != "ok"
     wanted |= {} if refusal else fields[kind]
     if set(record) != set(wanted):
-        raise WireError(f"the head must have the fields {sorted(wanted)}, got {sorted(map(_short, record))[:30]}")
+        raise WireError(f"the header must have the fields {sorted(wanted)}, got {sorted(map(_short, record))[:30]}")
     for name, value in record.items():
         if type(value) is not wanted[name]:
-            raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
+            raise WireError(f"{name} must be of type {wanted[name].__name__}, got {_short(value)}")
         if isinstance(value, str | bytes) and len(value) > 10_000:
             raise WireError(f"{name} is too long ({len(value)} characters)")
     return dict(record)
@@ -297,7 +297,7 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
         )
     total = sum(len(array.data) for array in record.values())
     if total > limit:
-        raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")
+        raise WireError(f"the arrays have {total} bytes, but at most {limit} are allowed")
     for name, array in record.items():
         got = (array.stype, array.dtype, tuple(array.shape))
         if got != (ARRAY_STYPE, ARRAY_DTYPE, (len(array.data),)):
@@ -314,10 +314,10 @@ def _metrics(content: RecordDict) -> dict[str, float]:
     if record is None:
         return {}
     if not isinstance(record, MetricRecord) or len(record) > MAX_FIGURES:
-        raise WireError(f"{METRICS_RECORD} must be at most {MAX_FIGURES} numbers")
+        raise WireError(f"{METRICS_RECORD} must contain at most {MAX_FIGURES} numbers")
     for name, value in record.items():
         if len(name) > 100 or isinstance(value, list):
-            raise WireError(f"{METRICS_RECORD} must be single numbers with short names, got {_short(name)}")
+            raise WireError(f"{METRICS_RECORD} must contain only single numbers with short names, got {_short(name)}")
     return dict(record)  # type: ignore[arg-type]  # lists were refused
 
 

@@ -38,7 +38,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
     try:
         key = load_ssh_private_key(content, None)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{path} is not a private key in OpenSSH form: {error}") from None
+        raise ConfigError(f"{path} is not a private key in OpenSSH format: {error}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key. Replies must be signed with an Ed25519 key")
     return key

@@ -46,4 +46,4 @@ def check_private() -> None:
         RuntimeError: the call comes from code that `publish_reasons` marks.
     """
     if _is_public.get():
-        raise RuntimeError("samples were read in a place whose errors leave the site. Read the samples earlier")
+        raise RuntimeError("samples were read in code whose error messages leave the site. Read the samples earlier")

@@ -219,7 +219,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
     noise = noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors))
     limit = site.site.epsilon
     if noise is None and limit is None:
-        raise Inapplicable("no noise (delta) and no epsilon are agreed on")
+        raise Inapplicable("the agreement contains neither noise (delta) nor a limit on epsilon")
     rogue, releases, rounds = site.rogue(copy), 0, min(trainer.rounds, 20)
     for t in [*range(1, rounds + 1), *range(1, rounds + 1)]:
         releases += ask_upload(site, rogue, t, rogue.download(1e-3 * releases)) > 0
@@ -260,7 +260,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
     trainer = site.copy().trainer
     agreed = SiteAnalyses(trainer, site.folder).agreed
     if not agreed:
-        raise Inapplicable("the experiment has no analysis by sums")
+        raise Inapplicable("the experiment has no analysis that is computed from sums")
     rows, small = client_rows(trainer.fed, site.client), list[str]()
     for name, one in agreed.items():
         rules = one.rules.with_(min_subjects=max(DEFAULT_LEAST, one.rules.min_subjects))
@@ -360,7 +360,7 @@ def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
     if site.site.samples.table is None or not Path(str(source[key])).suffix:
-        raise Inapplicable("the site's data are not a table in a file")
+        raise Inapplicable("the site's data are not stored as a table in a file")
     path = site.folder / f"crafted{suffix}"
     return path, source | {key: str(path)}
 

@@ -44,7 +44,7 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
     with TemporaryDirectory(prefix="fedloom-rehearsal-") as folder:
         copies = RehearsedSite(site, Path(folder))
         if not copies.sizes[0]:
-            raise ConfigError(f"site {site.site} has no training samples, so the rehearsal cannot attack any samples")
+            raise ConfigError(f"site {site.site} has no training samples, so the rehearsal has no samples to attack")
         _ = copies.copy().trainer.job
         for name, attack in REHEARSED_ATTACKS:
             yield AttackRow(name, _play(copies, attack))

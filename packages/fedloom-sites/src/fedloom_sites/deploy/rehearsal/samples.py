@@ -78,7 +78,7 @@ def training_rows(client: Any, fed: Federation) -> Tensor:
     index = fed.indices("train", client)[:MOST_COMPARED]
     rows = fed.fetch(index)
     if not rows.is_floating_point():
-        raise Inapplicable("the samples are texts")
+        raise Inapplicable("the samples are text")
     return rows.reshape(len(index), -1).double()
 
 
@@ -270,7 +270,7 @@ def change_first_sample(site: RehearsedSite) -> Federation:
         changed = replace(fed, data=replace(fed.data, x=x))
         if site.copy(changed).figures == figures:
             return changed
-    raise Inapplicable("each candidate for the first sample changes a fact that the site publishes")
+    raise Inapplicable("every candidate replacement for the first sample would change a fact that the site publishes")
 
 
 def compare_twins(site: RehearsedSite) -> AttackOutcome:
@@ -279,7 +279,7 @@ def compare_twins(site: RehearsedSite) -> AttackOutcome:
     All numbers except the masked numbers are compared.
     """
     if site.site.secure is None and not site.copy().trainer.private:
-        raise Inapplicable("the server receives the answers of this site directly; see the row on single uploads")
+        raise Inapplicable("the server receives this site's answers directly; see the table row about single uploads")
     twins = [site.copy(**BUDGET_SETTINGS), site.copy(change_first_sample(site), **BUDGET_SETTINGS)]
     rogues = [site.rogue(twin) for twin in twins]
     try:
@@ -334,7 +334,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
     losses = {part: _losses_of(job, model, site.client, part) for part in ("train", "validation", "test")}
     inside, outside = losses["train"], torch.cat([losses["validation"], losses["test"]])
     if not len(inside) or not len(outside) or not bool(torch.cat([inside, outside]).isfinite().all()):
-        raise Inapplicable("the site has no held-out samples to compare with, or no losses")
+        raise Inapplicable("the site has no training or held-out samples to compare, or a loss is not finite")
     ranks = (outside[:, None] > inside[None]).double() + 0.5 * (outside[:, None] == inside[None]).double()
     area = float(ranks.mean())
     learned = f"AUROC {area:.2f} (chance: 0.50)"

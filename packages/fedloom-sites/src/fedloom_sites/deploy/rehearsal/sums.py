@@ -207,7 +207,7 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
-        raise Inapplicable("the experiment has one round")
+        raise Inapplicable("the experiment has only one round")
     for what in ("uploads", "scores"):
         if what == "scores" and rogue.trainer.scoring != "masked":
             continue

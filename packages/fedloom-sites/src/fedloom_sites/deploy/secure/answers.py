@@ -30,7 +30,10 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
     """
     adverts = secure.read_adverts(message)
     if [a.client for a in adverts] != [client]:
-        raise WireError(f"expected one advertisement, from client {client}, got {[a.client for a in adverts][:5]}")
+        raise WireError(
+            f"expected exactly one key advertisement, from client {client}, but got advertisements from "
+            f"clients {[a.client for a in adverts][:5]}"
+        )
     try:
         secure.check_adverts(name, adverts, public)
     except Broken as error:
@@ -88,7 +91,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
     try:
         public.verify(message, text)
     except InvalidSignature:
-        raise WireError("the signature does not fit this sum: the site received another request") from None
+        raise WireError("the signature does not match this sum: the site received a different request") from None
     return message
 
 

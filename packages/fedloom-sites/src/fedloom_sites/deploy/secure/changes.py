@@ -115,17 +115,17 @@ class Changes(NamedTuple):
                 "(changes in the table secure)"
             )
             raise Broken(
-                "the sum contains other sites than the sum before, or their weights or states changed, and they differ "
-                f"in {', '.join(over)}; {why}"
+                "the sites of the sum, or their weights or states, differ from the previous sum in "
+                f"{', '.join(over)}; {why}"
             )
         used = self.record.get("changes", {})
         counts = {**used, **{c: used.get(c, 0) + 1 for c in changed}}
         steady = [c for c in sites if c not in counts]
         if changed and len(steady) < self.steady:
             raise Broken(
-                f"the sum differs from the sum before in {', '.join(sorted(changed))}. Only "
+                f"the sum differs from the previous sum in {', '.join(sorted(changed))}. Only "
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
-                "are required (key steady in the table secure)"
+                "are required (key `steady` in the table `secure`)"
             )
         trained = {"experiment": states.experiment, "round": states.trained, "bases": {**states.bases}}
         kept = {"states": self.record["states"]} if "states" in self.record else {}

@@ -75,7 +75,7 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
     try:
         public.verify(message[:SIGNATURE_BYTES], _signed(bound, message[SIGNATURE_BYTES:]))
     except InvalidSignature:
-        raise WireError("the signature does not fit these counters: the site received another request") from None
+        raise WireError("the signature does not match these counters: the site received a different request") from None
     return message
 
 
@@ -123,8 +123,8 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
         )
     if counts.silent:
         raise Broken(
-            f"{counts.silent} of the sites could not answer. This sum and one with their answers would reveal the "
-            "difference"
+            f"{counts.silent} of the sites could not answer. The difference between this sum and a "
+            "sum that includes their answers would reveal these answers"
         )
 
 

@@ -72,20 +72,20 @@ def check_maskable(setting: Setting) -> None:
             f"{name} sends fields that are averaged and fields that are added up over rounds, and aggregation_weights "
             f"{setting.aggregation_weights.kind!r} weights the two sums differently. A difference can reveal a site",
             rule="masks-need-one-weighting",
-            fix="leave {aggregation_weights} or secure aggregation out",
+            fix="omit {aggregation_weights} or secure aggregation",
         )
     if isinstance(setting.schedule, Stream):
         raise Refused(
-            f"schedule {setting.schedule.kind!r} sends sites different models at different times, but "
-            "a sum under masks needs the same download for all its sites",
+            f"schedule {setting.schedule.kind!r} sends different models to the sites at different "
+            "times, but secure aggregation needs the same download for all sites of a sum",
             rule="masks-need-rounds",
-            fix="leave {schedule} or secure aggregation out",
+            fix="omit {schedule} or secure aggregation",
         )
     if why:
         raise Refused(
             f"{why}, but under secure aggregation the server receives only sums",
             rule="masks-need-sums",
-            fix="choose another, or leave it out",
+            fix="choose a different one, or omit it",
         )
 
 
@@ -235,7 +235,7 @@ class SessionMember:
             if accuser not in session.adverts or not shares.is_accused(
                 session, accuser, self._client, signature, self._public[accuser]
             ):
-                raise Broken(f"client {accuser} does not accuse this site: the client has not signed the accusation")
+                raise Broken(f"the accusation against this site is not signed by client {accuser}")
         return secure.join_parts({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE_BYTES)})
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
@@ -308,7 +308,7 @@ class SessionMember:
         """
         arrived = self._arrived(record, signed)
         if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
-            raise Broken("this site has signed a sum of other sites")
+            raise Broken("this site has signed a sum over different sites")
         secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
         bases = {str(c): record["bases"][str(c)] for c in arrived}
         self._opened.reveal(
@@ -364,10 +364,11 @@ class SessionMember:
         """
         if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
             raise Broken(
-                "the list of sites whose vector arrived contains a site that sent no shares, or lacks this site"
+                "the list of sites whose vector arrived contains a site that sent no shares, or does "
+                "not contain this site"
             )
         if len(clients) < self._agreed.threshold:
-            raise Broken(f"the sum contains {len(clients)} sites, but must contain {self._agreed.threshold} or more")
+            raise Broken(f"the sum contains {len(clients)} sites, but must contain at least {self._agreed.threshold}")
         weights = {int(c): values for c, values in record["weights"].items()}
         check_summands(weights, clients, self._agreed.threshold, self._agreed.max_share)
         return [*clients]

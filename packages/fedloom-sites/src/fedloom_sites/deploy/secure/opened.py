@@ -149,17 +149,20 @@ class OpenedSums:
                 before = opened.setdefault(str(t), new)
                 if before["bases"].keys() != bases.keys():
                     raise Broken(
-                        f"the {what} of round {t} were already summed with other sites. The two sums "
-                        "reveal their difference"
+                        f"the {what} of round {t} were already summed over different sites. The "
+                        "difference between the two sums would reveal individual sites"
                     )
                 if before != new:
-                    raise Broken(f"the {what} of round {t} were already summed, on another model or from other states")
+                    raise Broken(
+                        f"the {what} of round {t} were already summed for a different model or from different states"
+                    )
                 for other in self._find_same_models(record, what, models[what]):
                     apart = sum(bases.get(c) != other["bases"].get(c) for c in {*bases, *other["bases"]})
                     if 0 < apart < threshold:
                         raise Broken(
                             f"the {what} on these models were already summed in another round, and "
-                            f"{apart} of the sites differ. The two sums reveal their difference"
+                            f"{apart} of the sites differ. The difference between the two sums would "
+                            "reveal these sites"
                         )
                 while len(opened) > REMEMBERED_SUMS:
                     oldest = min(opened, key=int)
@@ -204,8 +207,9 @@ class OpenedSums:
         """
         if record.get("own", self._own) != self._own:
             raise Broken(
-                "this site took part in earlier sums over these data under another name, and its changes would be "
-                "counted anew. Keep the name of the site in the agreement"
+                "this site took part in earlier sums over these data under another name, and under "
+                "the new name its changes would be counted from zero. Keep the earlier name of the "
+                "site in the agreement"
             )
 
     def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:

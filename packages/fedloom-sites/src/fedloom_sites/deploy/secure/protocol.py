@@ -177,7 +177,7 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
         raise Broken("two sites advertise the same key")
     for a in adverts:
         if a.client not in keys:
-            raise Broken(f"keys are advertised for client {a.client}, who is not in the agreement")
+            raise Broken(f"keys are advertised for client {a.client}, which is not in the agreement")
         try:
             keys[a.client].verify(a.signature, _advertised(session, a))
         except InvalidSignature:
@@ -214,7 +214,7 @@ def common(private: X25519PrivateKey, public: bytes) -> bytes:
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise Broken("an advertised key is not a public key of X25519") from None
+        raise Broken("an advertised key is not an X25519 public key") from None
 
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
@@ -259,7 +259,7 @@ def check_statement(
         except (InvalidSignature, KeyError):
             raise Broken(
                 f"client {client} has not signed this sum: the client received a different request, "
-                "or sums different sites"
+                "or was asked to sum different sites"
             ) from None
         count += 1
     if count < session.threshold:
@@ -342,7 +342,9 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
     rows = [message[a : a + step] for a in range(0, len(message), step)]
     parts = {int.from_bytes(row[:4], "little"): row[4:] for row in rows}
     if [*parts] != sorted(parts) or len(parts) != len(rows):
-        raise WireError("parts must belong to different clients, in increasing order")
+        raise WireError(
+            "each part must belong to a different client, and the client numbers must be in increasing order"
+        )
     return parts
 
 

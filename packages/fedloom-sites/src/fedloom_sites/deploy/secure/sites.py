@@ -291,5 +291,5 @@ class MaskedSites(Sites):
             norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
             if norm > most * (1 + 1e-6) + 1e-6:
                 raise Broken(
-                    f"the norm of the sum of {name} of {count} sites is {norm:.4g}, but can be at most {most:.4g}"
+                    f"the norm of the sum of {name} over {count} sites is {norm:.4g}, but it can be at most {most:.4g}"
                 )

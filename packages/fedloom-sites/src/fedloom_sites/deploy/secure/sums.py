@@ -293,7 +293,7 @@ class SecureSums:
             stays_out,
             f"round {terms.round}: {self._names(stays_out)} has left the sums or returned "
             f"{self._changes.limit} times, and every further change would reveal one more difference "
-            "(key changes in the table secure)",
+            "(key `changes` in the table `secure`)",
         )
         return [c for c in cohort if c not in stays_out]
 
@@ -370,7 +370,8 @@ class SecureSums:
             self._unmasked.keep(pending := pending._replace(total=total, told=True))
             return pending
         raise GivenUp(
-            f"round {t}: no sum was obtained: {why}. A sum of other sites would reveal the difference",
+            f"round {t}: no sum was obtained: {why}. The round is not repeated with different sites, "
+            "because the difference between the two sums would reveal individual uploads",
             pending.clients,
         )
 
@@ -460,9 +461,7 @@ class SecureSums:
     def _leave_out(self, t: int, client: int, why: str) -> None:
         self._out.add(client)
         name = self._names([client])
-        self._transport.note(
-            "left out", t, [client], f"round {t}: {name} is excluded until the server starts again: {why}"
-        )
+        self._transport.note("left out", t, [client], f"round {t}: {name} is excluded until the server restarts: {why}")
 
     def _names(self, clients: Collection[int]) -> str:
         return ", ".join(

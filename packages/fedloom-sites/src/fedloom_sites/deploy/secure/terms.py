@@ -64,8 +64,8 @@ class AnalysisStep(Value):
         """
         if 2 * len(content) > MAX_TERMS_BYTES:
             raise Broken(
-                f"a question of the analysis {analysis} has {len(content)} bytes, but sites read at most "
-                f"{MAX_TERMS_BYTES // 2}. Choose fewer bins or columns"
+                f"a question of the analysis {analysis} has {len(content)} bytes, but sites accept at "
+                f"most {MAX_TERMS_BYTES // 2}. Choose fewer bins or columns"
             )
         return cls(analysis=analysis, step=step, content=content.hex())
 
@@ -253,8 +253,8 @@ def check_summands(
         share, client = max((weight, -c) for weight, c in zip(column, counting, strict=True))
         if share > most * sum(column):
             raise Broken(
-                f"client {-client} has {share / sum(column):.1%} of the weight of the sum, but at "
-                f"most {most:.0%} is agreed (max_share in the table secure)"
+                f"client {-client} has {share / sum(column):.1%} of the weight of the sum, but the "
+                f"agreement allows at most {most:.0%} (key `max_share` in the table `secure`)"
             )
     if len(columns) > 1:
         _check_combinations(np.array(columns), counting, threshold, most)
@@ -280,8 +280,9 @@ def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], th
     if remain[fewest].sum() < threshold or bool((rests.max(1) > most * rests.sum(1)).any()):
         names = ", ".join(str(c) for c, stays in zip(clients, remain[fewest], strict=True) if stays)
         raise Broken(
-            f"the fields of an upload have sums with different weights, and a difference of two sums contains clients "
-            f"{names} only, or is nearly of one client. Use the same weights (client_weights, aggregation_weights)"
+            "the fields of an upload are summed with different weights, and the difference between "
+            f"two sums contains only the clients {names}, or almost only one client. Use the same "
+            "weights (client_weights, aggregation_weights)"
         )
 
 
@@ -301,26 +302,28 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
     """
     if terms.question is not None:
         if terms.question.analysis in ("uploads", "scores"):
-            raise Broken(f"{terms.question.analysis} is not a valid name of an analysis")
+            raise Broken(f"{terms.question.analysis} is not a valid analysis name")
         if (terms.trains, terms.scored, terms.download) != (False, -1, ""):
             raise Broken("the terms of an analysis must not ask for anything else")
     elif terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
         raise Broken("terms must score a finished round, and a request for scores alone contains no download")
     if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
-        raise Broken(f"terms must list sites of the agreement ({clients}), each once, in increasing order")
+        raise Broken(
+            f"the terms must list sites of the agreement, which has {clients} sites, each once and in increasing order"
+        )
     if client not in terms.cohort:
-        raise Broken(f"the terms list other sites: {[*terms.cohort]}")
+        raise Broken(f"the terms do not list this site. They list the sites {[*terms.cohort]}")
     if len(terms.accepted) != len(terms.cohort) or terms.bases[client] != accepted:
         raise Broken(
-            f"the terms must contain a round for every site; for this site the round must be {accepted}, "
-            "as in the message"
+            "the terms must contain a round number for every site, and the number for this site must "
+            f"be {accepted}, the round in the message"
         )
     if list(terms.sizes[client]) != list(sizes):
         raise Broken(f"the terms state {[*terms.sizes[client]]} samples for this site, but it has {[*sizes]}")
     if len(terms.figures) != (clients if terms.scored >= 0 or terms.question is not None else 0):
         raise Broken("if a sum contains more than uploads, the terms must list the metrics that every site can compute")
     if terms.figures and terms.figures[client] != figures:
-        raise Broken("the terms list other metrics for this site than its samples allow")
+        raise Broken("the metrics that the terms list for this site differ from the metrics that its samples allow")
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
@@ -333,4 +336,6 @@ def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) 
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (
         terms.download
     ):
-        raise Broken("the server sent this site another model than the terms of the session name")
+        raise Broken(
+            "the model that the server sent to this site differs from the model that the terms of the session name"
+        )

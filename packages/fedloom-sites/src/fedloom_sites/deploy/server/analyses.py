@@ -81,7 +81,7 @@ class AnalysisServer:
             if self._unanswered:
                 raise type(error)(
                     f"{error}. In {self._unanswered} of its steps some sites could not answer, for "
-                    "example because one row has more than half of the weight of its site"
+                    "example because one row has more than half of its site's weight"
                 ) from error
             raise
         self._sites.share_result(self._agreed.name, table)

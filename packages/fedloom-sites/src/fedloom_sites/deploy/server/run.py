@@ -141,27 +141,27 @@ def check_deployable(
         raise Refused(
             "attacks exist only in simulations",
             rule="deploy-attack",
-            fix="leave {attack} out, here and in [[method]], to deploy this experiment",
+            fix="omit {attack}, here and in [[method]], to deploy this experiment",
         )
     if method.setting.early_stop is not None:
         raise Refused(
             "early_stop works only in simulations",
             rule="deploy-early-stop",
-            fix="leave {early_stop} out, and set the number of rounds",
+            fix="omit {early_stop}, and set the number of rounds",
         )
     if experiment.common.evaluate.clients is not None:
         raise Refused(
             "evaluate.clients works only in simulations, because every real site scores models",
             rule="deploy-scored-clients",
-            fix="leave {evaluate.clients} out to deploy the experiment",
+            fix="omit {evaluate.clients} to deploy the experiment",
         )
     check_real_clients(method.label, method.setting, "real sites", streams=True)
     if method.setting.model.init_from is not None and not start:
         raise Refused(
             "model.init_from names a file on this machine, and nothing ensures that the sites have the same file",
             rule="deploy-model-file",
-            fix="leave {model.init_from} out, or use a function of a package that every site has, "
-            "{model.kind = 'package.module:function'}",
+            fix="omit {model.init_from}, or use a function from a package that is installed at every "
+            "site: {model.kind = 'package.module:function'}",
         )
     for analysis in experiment.analyses:
         if not analysis.by_sums and name_of(analysis) != "groups":
@@ -172,7 +172,7 @@ def check_deployable(
                 rule="deploy-analysis",
                 fix=f"use the analysis {summed!r}"
                 if summed in ANALYSES
-                else "leave the table of this analysis out to deploy the experiment",
+                else "omit the table of this analysis to deploy the experiment",
             )
     setting = method.setting.resolved()
     check_stream(setting, clients)

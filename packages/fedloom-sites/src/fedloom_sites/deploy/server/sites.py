@@ -191,7 +191,7 @@ class Sites(StreamedClients):
                 vector, counts = numbers[:-COUNTER_COUNT], tuple(numbers[-COUNTER_COUNT:].tolist())
                 form.decode(vector, 1)
                 if counts not in (ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS):
-                    raise ValueError(f"the counters of a site cannot be {counts}")
+                    raise ValueError(f"a site has impossible counters: {counts}")
             except (Refused, ValueError) as error:
                 raise WireError(str(error)) from None
             return vector, AnswerCounts(*counts)

@@ -130,7 +130,8 @@ class SiteAnalyses:
             question, bounds = one.read_question(step, terms.question.message, agreed)
             if bool(models) != one.analysis.uses_models:
                 raise Broken(
-                    f"the analysis {name} reads {'the' if one.analysis.uses_models else 'no'} models of the run"
+                    f"the message must contain {'the' if one.analysis.uses_models else 'no'} models "
+                    f"of the run for the analysis {name}"
                 )
             form = AnswerForm(bounds, self._trainer.site.clients)
             self._remember(one)
@@ -141,13 +142,13 @@ class SiteAnalyses:
             may_answer &= self._are_apart(one, agreed)
             if not may_answer:
                 raise Refused(
-                    "the rows are not those of the first step, or few subjects differ from a set of "
-                    "rows that was summed before"
+                    "the rows differ from the rows of the first step, or they differ from a "
+                    "previously summed set of rows in too few subjects"
                 )
             rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
             if clipped and self._trainer.site.secure is not None:  # a sum would show the sites with other numbers
-                raise Refused(f"{clipped} numbers of the answer are outside their bounds. {one.analysis.wider}")
+                raise Refused(f"{clipped} numbers in the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
         except Exception as error:  # whatever it is, the error depends on rows, and so must not show
             self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
@@ -170,7 +171,8 @@ class SiteAnalyses:
     def _agreed(self, name: str) -> AgreedAnalysis:
         if name not in self.agreed:
             raise Refused(
-                f"this site does not answer the analysis {name[:60]!r}: it is not agreed on, or epsilon is limited"
+                f"this site does not answer the analysis {name[:60]!r}: the agreement does not "
+                "include it, or the site limits epsilon"
             )
         return self.agreed[name]
 
@@ -223,15 +225,17 @@ class SiteAnalyses:
         record = read_checked(path)
         if record is None and path.exists():
             raise Broken(
-                f"{path.name} of this site is damaged, so fedloom cannot know which steps of the "
-                f"analysis {one.name} it has answered"
+                f"{path.name} of this site is damaged, so fedloom does not know which steps of the "
+                f"analysis {one.name} the site has answered"
             )
         record = record or {"rows": "", "steps": {}}
         question = digest_of([terms.question.message])
         if record["steps"].setdefault(f"{step}", question) != question:
-            raise Broken(f"step {step} of the analysis {one.name} was already answered, for another question")
+            raise Broken(f"step {step} of the analysis {one.name} has already been answered for a different question")
         if record.setdefault("terms", terms.course) != terms.course:
-            raise Broken(f"the analysis {one.name} was started with other terms: sites, sizes or cells have changed")
+            raise Broken(
+                f"the analysis {one.name} was started with different terms: sites, sizes or cells have changed"
+            )
         first = record["rows"] or rows
         write_checked(path, {**record, "rows": first})
         return bool(rows == first)
@@ -251,9 +255,10 @@ class SiteAnalyses:
                 return
             if len(fits) >= most:
                 raise Broken(
-                    f"{len(fits)} experiments have already asked for the analysis {one.name} over the "
-                    f"data {site.data_name!r}, and every further one would reveal a difference (changes in the table "
-                    "secure). Leave the analysis out, or ask it over other patients"
+                    f"{len(fits)} experiments have already requested the analysis {one.name} of the "
+                    f"data {site.data_name!r}, and every further request would reveal a difference "
+                    "(key `changes` in the table `secure`). Omit the analysis, or request it for "
+                    "other patients"
                 )
             fits.append(site.fingerprint)
             write_checked(site.memory_folder / MEMORY_FILE, record)
@@ -283,7 +288,7 @@ class SiteAnalyses:
         record = read_checked(path)
         if record is None and path.exists():
             raise Broken(
-                f"{path.name} of this site is damaged, so fedloom cannot know the earlier analyses of the site's data"
+                f"{path.name} of this site is damaged, so fedloom does not know the earlier analyses of the site's data"
             )
         return record or {"asked": {}, "salt": secrets.token_hex(16)}
 

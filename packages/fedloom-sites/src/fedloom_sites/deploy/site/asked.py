@@ -80,16 +80,16 @@ class AskedModels:
                 continue
             if len(digests) >= most:
                 raise AskedTooOften(
-                    f"round {t}: the site has already answered {most} models in messages of the kind "
-                    f"{kind}, and answers no more in one round (models_per_round). Restore the "
+                    f"round {t}: the site has already answered {most} models in messages of kind "
+                    f"{kind}, which is the limit for one round (`models_per_round`). Restore the "
                     "server's newest checkpoints, or start a new experiment"
                 )
             total[kind] = total.get(kind, 0) + 1
             if total[kind] > most_in_run:
                 raise AskedTooOften(
                     f"round {t}: the site has already answered {most_in_run} models in messages of "
-                    f"the kind {kind} in this experiment, and answers no more (models_in_run). Start "
-                    "a new experiment"
+                    f"kind {kind} in this experiment, which is the limit (`models_in_run`). Start a "
+                    "new experiment"
                 )
             new[f"{kind} {t}"] = [*digests, digest]
         if new:

@@ -186,13 +186,16 @@ class Client:
             raise Refused("the arrays changed during transmission")
         if head["kind"] == "ask" and self.trainer.private:
             raise Refused(
-                f"site {site.site} answers no analyses, because epsilon is limited but answers carry no noise"
+                f"site {site.site} does not answer analyses, because its epsilon is limited and the "
+                "answers contain no noise"
             )
 
         kind = head["kind"]
         if kind not in ("hello", *self.answers.kinds):
             agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
-            raise Refused(f"site {site.site} answers no message of the kind {kind}, because the agreement has {agreed}")
+            raise Refused(
+                f"site {site.site} does not answer messages of kind {kind}, because the agreement has {agreed}"
+            )
         if kind != "hello":
             check_approved(site)
             if not self._has_named_data or kind == "analysis":

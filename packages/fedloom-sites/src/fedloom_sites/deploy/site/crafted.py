@@ -48,8 +48,8 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
     for new, old in zip(norms, before, strict=False):
         if old > 0 and not old / most <= new <= old * most:
             raise RefusedModel(
-                f"{where}: a norm of the model is {new:.4g}, but was {old:.4g} in the last one, and "
-                f"the site accepts a change by a factor of {most:g}"
+                f"{where}: a norm of the model is {new:.4g}, but it was {old:.4g} in the previous "
+                f"model, and the site accepts changes only up to a factor of {most:g}"
             )
 
 
@@ -79,7 +79,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
             continue
         if float((part[0].flatten(1) == 0).all(1).double().mean()) > most:
             raise RefusedModel(
-                f"round {t}: in one layer, more units than dead_units = {most:g} allows get no "
-                "gradient from any sample of the site. Check whether the server crafts models, or "
-                "raise dead_units in site.toml"
+                f"round {t}: in one layer, more units receive no gradient from any of the site's "
+                f"samples than dead_units = {most:g} allows. Check whether the server crafts models, "
+                "or raise dead_units in site.toml"
             )

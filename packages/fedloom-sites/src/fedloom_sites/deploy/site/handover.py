@@ -307,8 +307,8 @@ def _check_own(folder: Path, refused: int) -> None:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & refused:
         raise ConfigError(
-            f"{folder} must be a folder of this user that others cannot write to. Remove it, or "
-            "change its owner and mode"
+            f"{folder} must be owned by this user and not be writable by others. Remove it, or change "
+            "its owner and mode"
         )
 
 

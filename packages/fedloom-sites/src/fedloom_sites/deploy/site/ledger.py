@@ -124,9 +124,9 @@ class Ledger:
             return 0
         if self._noise is None:
             raise Spent(
-                f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but "
-                "the experiment has neither upload_transform 'gaussian-noise' nor aggregator "
-                "'private-mean' with a delta"
+                f"{self._who} does not release anything without accounted noise (epsilon = "
+                f"{self._limit}), but the experiment has neither upload_transform 'gaussian-noise' "
+                "nor aggregator 'private-mean' with a delta"
             )
         lines = self._lines()
         count = len(lines) + 1

@@ -91,7 +91,7 @@ class PlainAnswers:
         site, sizes, figures = self._trainer.site, part_sizes(self._trainer.fed, int(self._trainer.ids)), self.figures
         with publish_reasons():
             if not arrays:
-                raise WireError("the request for a step of an analysis contains terms")
+                raise WireError("the request for a step of an analysis must contain terms")
             terms, models = read_terms(arrays[0]), arrays[1:]
             if terms.question is None:
                 raise WireError("these terms do not ask for an analysis")

@@ -201,7 +201,7 @@ class Trainer:
             if site.dead_units is not None and self.private:
                 raise ConfigError(
                     "dead_units is computed from samples without noise, but an agreed delta or "
-                    "epsilon requires noise. Leave dead_units out of site.toml"
+                    "epsilon requires noise. Remove dead_units from site.toml"
                 )
             down = self.forms.read_down(download)
             norms, before = norms_of(job, down), [] if state is None else state.reply.get("norms", [])
@@ -245,7 +245,8 @@ class Trainer:
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
             if stays_neutral:
                 raise Refused(
-                    f"round {t}: more uploads have changed between neutral and not neutral than the agreement allows"
+                    f"round {t}: this site's uploads have changed between neutral and not neutral "
+                    "more often than the agreement allows"
                 )
         except Exception as error:
             if self.noise is None and site.secure is None:

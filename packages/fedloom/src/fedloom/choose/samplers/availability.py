@@ -38,9 +38,9 @@ class Availability(SizedSampler):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.table is not None and (self.period, self.on) != (2, 1):
-            raise ValueError("set either table, or period and on")
+            raise ValueError("set either `table`, or `period` and `on`")
         if self.on > self.period:
-            raise ValueError(f"on must be at most period = {self.period}, got {self.on}")
+            raise ValueError(f"`on` must be at most `period` = {self.period}, got {self.on}")
         return self
 
     def adapted(self, n: int) -> Self:
@@ -70,7 +70,7 @@ class Availability(SizedSampler):
                 raise ConfigError(
                     f"sampler: no client is available in round {t}, but every round needs at least one client",
                     rule="sampler-empty-round",
-                    fix="leave {sampler.period} and {sampler.table} out, or make at least one client "
+                    fix="omit {sampler.period} and {sampler.table}, or make at least one client "
                     "available in every round",
                 )
 

@@ -95,8 +95,8 @@ class Partition(Value):
             )
         if self.folds is not None and self.test_from != "own":
             raise ValueError(
-                f"folds split each client's own samples, but test_from is {self.test_from!r}. Leave "
-                "folds or test_from out"
+                f"folds split each client's own samples, but test_from is {self.test_from!r}. Omit "
+                "`folds` or `test_from`"
             )
         return self
 
@@ -238,7 +238,7 @@ class Partition(Value):
         if self.folds is not None or self.test_from != "own":
             raise PartitionError(
                 f"{self.kind}: {data.name} marks its test rows (test_column or test_since), so "
-                f"{other} cannot choose other test rows. Leave one of the two out"
+                f"{other} cannot choose other test rows. Omit one of the two"
             )
 
     def _complete_subjects(self, draw: Draw, data: Dataset, pool: Pool) -> Draw:
@@ -256,7 +256,7 @@ class Partition(Value):
                     raise PartitionError(
                         f"{self.kind}: {name} contains rows that are not in pool.index, which lists "
                         f"one row of every subject (first: row {strange[0]}). Assign entries of "
-                        "pool.index, or set by_row = True in the class to assign single rows"
+                        "pool.index, or set by_row = True in the class to assign individual rows"
                     )
             every = self._dealt_from(data)
             draw = draw._replace(dealt=_whole(design, draw.dealt, every))
@@ -267,7 +267,7 @@ class Partition(Value):
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
             raise PartitionError(
-                f"{self.kind}: every row of {data.name} is marked as a test row, so no training row is left"
+                f"{self.kind}: every row of {data.name} is marked as a test row, so there are no training rows"
             )
         return draw if trains.all() else draw.keep_trained(trains)
 
@@ -312,13 +312,13 @@ class Partition(Value):
             data.refuse_random(f"{self.kind}, which changes the samples of clients,")
         if self.test_from != "own" and changes:
             raise Refused(
-                f"{self.kind}: changes the samples of clients, so official test samples would not "
+                f"{self.kind} changes the samples of clients, so official test samples would not "
                 "match. Use test_from = 'own'"
             )
         if draw.test is not None and (self.folds is not None or self.test_from == "ratio"):
             option = f"folds = {self.folds}" if self.folds is not None else "test_from = 'ratio'"
             raise PartitionError(
-                f"{self.kind}: defines the test parts itself, so {option} has no effect. Leave this option out"
+                f"{self.kind} defines the test parts itself, so {option} has no effect. Omit this option"
             )
         if (changes or data.prepare is not None) and distinct(held.index, len(data)) < len(held.index):
             cure = "set overlap = false"
@@ -344,7 +344,7 @@ class Partition(Value):
             c = int((wanted - held).max(0).argmax())
             raise PartitionError(
                 f"{self.kind}: test_count = {self.test_count} needs {wanted[:, c].max()} test samples "
-                f"of class {data.classes[c]!r}, but {data.name} has {held[c]}. Lower test_count"
+                f"of class {data.classes[c]!r}, but {data.name} has {held[c]}. Lower `test_count`"
             )
         return choose_each(lists, wanted, rng)
 

@@ -35,7 +35,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
         ``later`` is empty.
     """
     if data.vocabulary:
-        raise Refused(f"{data.name}: noise needs numeric samples, but these are tokens. Use another partition")
+        raise Refused(f"{data.name}: noise needs numeric samples, but these are tokens. Use a different partition")
     x, original = data.x.float(), data.original_dtype
     if data.x.dtype == torch.uint8:
         x, original = x.div_(255), "uint8"

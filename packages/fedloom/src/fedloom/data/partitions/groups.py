@@ -41,7 +41,7 @@ class Natural(Partition):
         if data.users is None:
             have = f"its columns: {', '.join(data.columns)}" if data.columns else "it has no columns either"
             raise PartitionError(
-                f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or another partition"
+                f"natural: {data.name} has no natural clients. Use kind by-column ({have}) or a different partition"
             )
         return _draw_by_level(self, pool, data.users.numpy(), data.user_names, seed)
 
@@ -152,7 +152,7 @@ class Clusters(Partition):
             if each < 1 or each * size > held:
                 raise PartitionError(
                     f"clusters: needs {size} clients with {max(each, 1)} samples of class "
-                    f"{data.classes[c]!r}, but {data.name} has {held}. Lower per_class or sizes"
+                    f"{data.classes[c]!r}, but {data.name} has {held}. Lower `per_class` or `sizes`"
                 )
             counts[groups == k, c] = each
         return Draw(deal(lists, counts), groups=groups)

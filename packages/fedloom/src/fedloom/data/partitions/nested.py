@@ -129,7 +129,10 @@ class Rotated(Sized):
         """Draw the clients of the base partition, and set the view for each group."""
         shape, name = pool.data.shape, pool.data.name
         if len(shape) != 3 or pool.data.vocabulary:
-            raise Refused(f"rotated: needs images [channels, height, width], but the samples of {name} are {[*shape]}")
+            raise Refused(
+                f"rotated needs images of shape [channels, height, width], but the samples of {name} have "
+                f"shape {[*shape]}"
+            )
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         n, count, notes = len(drawn.dealt.offsets) - 1, self.turns, drawn.notes
         if "turns" not in self.model_fields_set:
@@ -289,7 +292,10 @@ def nested(where: str, table: Mapping[str, object], clients: int, min_size: int)
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)
     if kind is Clusters:
-        raise Refused(f"{where}: clusters defines its own clients and cannot be combined. Use clusters alone")
+        raise Refused(
+            f"{where}: clusters defines its own clients and cannot be combined with other partitions. Use "
+            "clusters alone"
+        )
     extra = [name for name in fields if name in OUTER_FIELDS or name == "clients"]
     if extra:
         raise ConfigError(f"{where}: {', '.join(extra)} belongs to the partition itself, not to the table inside it")

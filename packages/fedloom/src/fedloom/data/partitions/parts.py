@@ -121,13 +121,13 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
         values, counts = np.unique(draw.common, return_counts=True)
         if (counts > 1).any():
             raise ValueError(
-                f"common has {int((counts > 1).sum())} samples twice (first: sample {values[counts > 1][0]}). "
-                "List every sample once"
+                f"`common` lists {int((counts > 1).sum())} samples twice (first: sample "
+                f"{values[counts > 1][0]}). List each sample once"
             )
         if len(both := np.intersect1d(draw.dealt.index, draw.common)):
             raise ValueError(
-                f"{len(both)} samples of common also belong to a client (first: sample {both[0]}). "
-                "Leave these samples out of dealt"
+                f"{len(both)} samples of `common` also belong to a client (first: sample {both[0]}). "
+                "Remove these samples from `dealt`"
             )
     for name, (kinds, shape) in {
         "noise": ("fiu", (n, None)), "anew": ("b", (n,)), "relabel": ("iu", (n, classes)),
@@ -141,14 +141,16 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
         ):
             shown = ", ".join("c" if size is None else str(size) for size in shape)
             what = {"f": "numbers", "b": "booleans", "i": "integers"}[kinds[0]]
-            raise ValueError(f"{name} must be a numpy array [{shown}] of {what}, got {_describe_type(values)}")
+            raise ValueError(
+                f"{name} must be a numpy array of {what} with shape [{shown}], got {_describe_type(values)}"
+            )
     if draw.noise is not None and not (np.isfinite(draw.noise) & (draw.noise >= 0)).all():
-        raise ValueError("noise must be standard deviations of at least 0")
+        raise ValueError("`noise` must contain standard deviations of at least 0")
     if draw.relabel is not None and not ((draw.relabel >= 0) & (draw.relabel < classes)).all():
-        raise ValueError(f"relabel must be classes from 0 to {classes - 1}")
+        raise ValueError(f"`relabel` must contain classes from 0 to {classes - 1}")
     names = draw.names
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) and name.strip() for name in names):
-        raise ValueError(f"names must be a tuple of texts that are not empty, got {names!r:.80}")
+        raise ValueError(f"names must be a tuple of non-empty texts, got {names!r:.80}")
     if names and not len(names) == len({*names}) == n:
         raise ValueError(f"names must be {n} different names, one per client, got {names!r:.80}")
     if not isinstance(draw.notes, tuple | list) or not all(isinstance(note, str) for note in draw.notes):
@@ -157,14 +159,15 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
         return
     if (tested := len(draw.test.offsets) - 1) != n:
         raise ValueError(
-            f"test has {tested} clients, but dealt has {n}. Provide a test part for every client, which may be empty"
+            f"`test` covers {tested} clients, but `dealt` covers {n}. Provide a test part, which may "
+            "be empty, for every client"
         )
     trains, tests = (owners(lists) * samples + lists.index for lists in (draw.dealt, draw.test))
     if len(both := np.intersect1d(trains, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(
-            f"{len(both)} test samples are also training samples of the same client "
-            f"(first: sample {sample} of client {client}). Leave these samples out of dealt"
+            f"{len(both)} test samples are also training samples of the same client (first: sample "
+            f"{sample} of client {client}). Remove these samples from `dealt`"
         )
 
 
@@ -175,7 +178,9 @@ def _check_lists(name: str, lists: Any, samples: int) -> None:
     index, offsets = lists
     _check_positions(f"{name}: index", index, samples)
     if not _holds_integers(offsets):
-        raise ValueError(f"{name}: offsets must be a numpy array [n + 1] of integers, got {_describe_type(offsets)}")
+        raise ValueError(
+            f"{name}: offsets must be an integer numpy array of shape [n + 1], got {_describe_type(offsets)}"
+        )
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
         raise ValueError(
             f"{name}: offsets [n + 1] must increase from 0 to the {len(index)} entries of index, got {offsets}"
@@ -185,9 +190,9 @@ def _check_lists(name: str, lists: Any, samples: int) -> None:
 def _check_positions(name: str, index: Any, samples: int) -> None:
     """Raise if positions are not integers within the data set."""
     if not _holds_integers(index):
-        raise ValueError(f"{name} must be a numpy array [k] of integers, got {_describe_type(index)}")
+        raise ValueError(f"{name} must be an integer numpy array of shape [k], got {_describe_type(index)}")
     if len(index) and (index.min() < 0 or index.max() >= samples):
-        raise ValueError(f"{name} must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
+        raise ValueError(f"{name} must contain positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
 
 
 def _holds_integers(values: Any) -> bool:

@@ -192,7 +192,7 @@ class FemnistFedProx(Sized):
             raise PartitionError(
                 f"femnist-fedprox: {self.clients} clients need {wanted.sum()} samples, {wanted[c]} of "
                 f"them of class {pool.data.classes[c]!r}, but {pool.data.name} has only {held[c]}. "
-                "Lower clients or mean"
+                "Lower `clients` or `mean`"
             )
         return Draw(deal(lists, counts), notes=notes)
 

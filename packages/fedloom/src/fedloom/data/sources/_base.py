@@ -98,7 +98,8 @@ def locate(
         place = Path(path).expanduser()
         if not place.exists():
             raise DataError(
-                f"{what}: not found at {place}. Name the folder or archive that contains the original files"
+                f"{what} was not found at {place}. Give the path of the folder or archive that "
+                "contains the original files"
             )
         return place
     root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
@@ -110,8 +111,8 @@ def locate(
     base = Path(root).expanduser()
     if base.is_file():
         raise DataError(
-            f"{what}: {base} is a file, not a folder of data sets. Name the folder of the file, or pass "
-            "the file as path"
+            f"{what}: {base} is a file, not a folder of data sets. Give the folder of the file, or "
+            "pass the file as `path`"
         )
     tried = [*(base / folder for folder in folders), base]
     for place in tried:
@@ -119,7 +120,7 @@ def locate(
             return place
     remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
     cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
-    raise DataError(f"{what}: not found. Looked in {', '.join(map(str, tried))}. Put its original files {cure}")
+    raise DataError(f"{what} was not found. Looked in {', '.join(map(str, tried))}. Put its original files {cure}")
 
 
 @contextmanager
@@ -142,8 +143,8 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
         bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
         raise DataError(
             f"{where}: sample {bad} has the unknown label {labels[bad]:g}. Classes are numbered from "
-            f"0 to at most {MOST_CLASSES - 1}. Repair the label, or set task = 'regression' if labels "
-            "are measurements"
+            f"0 to at most {MOST_CLASSES - 1}. Correct the label, or set task = 'regression' if "
+            "labels are measurements"
         )
     return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 

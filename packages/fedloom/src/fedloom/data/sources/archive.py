@@ -110,13 +110,13 @@ class _Tail:
 
 def damaged(where: str, error: Exception) -> DataError:
     """Return the error for a file that cannot be unpacked."""
-    return DataError(f"{where}: truncated or damaged ({error}). Fetch the file again")
+    return DataError(f"{where} is truncated or damaged ({error}). Fetch the file again")
 
 
 def bomb(where: str, size: int) -> DataError:
     """Return the error for a file that unpacks to far more bytes than expected."""
     return DataError(
-        f"{where}: unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
+        f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
         f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
         "yourself and use the unpacked file"
     )
@@ -172,7 +172,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
         size = path.stat().st_size
         file = path.open("rb")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}). Check the path and its permissions") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}). Check the path and its permissions") from error
     with file:
         yield _unpacked(file, size, str(path))
 
@@ -277,7 +277,7 @@ def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[Entry
     except DAMAGED_FILE_ERRORS as error:
         raise damaged(str(path), error) from error
     if tail.last.strip(b"\0") or len(tail.last) < tarfile.BLOCKSIZE:  # tarfile takes a torn archive for a short one
-        raise DataError(f"{path}: truncated, the end mark of the tar is missing. Fetch the file again")
+        raise DataError(f"{path} is truncated: the end marker of the tar archive is missing. Fetch the file again")
 
 
 def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
@@ -292,7 +292,7 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
         got = cast("io.BufferedReader", entry.stream).readinto(view[done:])
         if not got:
             raise DataError(
-                f"{entry.where}: truncated: {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
+                f"{entry.where} is truncated: {what} needs {len(view):,} bytes, got {done:,}. Fetch the file again"
             )
         done += got
 

@@ -89,15 +89,15 @@ def make_dataset(
     if layout == "sequence":
         x = x[:, 0] if x.ndim == 4 and x.shape[1] == 1 else x
         if x.ndim != 3:
-            raise DataError(f"{place}: layout = 'sequence' needs x [N, time, features], got {x.shape}")
+            raise DataError(f"{place}: layout = 'sequence' needs x of shape [N, time, features], got {x.shape}")
     each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui" and task != "multilabel"
     dense = not names and task not in ("multilabel", "regression") and _is_dense(x, y, layout)
     if dense:
         each, y = True, np.ascontiguousarray(y.reshape(len(y), -1)).astype(np.int64)
     elif y.ndim > 2:
         raise DataError(
-            f"{place}: y {y.shape} does not fit images of x {x.shape}. Masks are whole numbers [N, "
-            "height, width] with the size of the images, and -1 for pixels without a label"
+            f"{place}: y {y.shape} does not fit images of x {x.shape}. Masks are whole numbers of "
+            "shape [N, height, width] with the size of the images, and -1 for pixels without a label"
         )
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
     problems = []
@@ -137,8 +137,8 @@ def make_dataset(
         refuse(
             place,
             [
-                f"the test set contains classes that no training sample has: {shown}. Leave these "
-                "samples out, or list all classes in classes"
+                f"the test set contains classes that no training sample has: {shown}. Remove these "
+                "samples, or list all classes in `classes`"
             ]
             if new
             else [],
@@ -209,7 +209,7 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
             f"{place}: x {x.shape} looks like images with the channels last. Set channels_last = True or False"
         )
     if channels_last and x.ndim != 4:
-        raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {x.shape}")
+        raise DataError(f"{place}: channels_last needs x of shape [N, height, width, channels], got {x.shape}")
     return x.transpose(0, 3, 1, 2) if channels_last else x
 
 
@@ -264,7 +264,7 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
             more = f" ({rows} such rows)" if rows > 1 else ""
             raise DataError(
                 f"{place}: row {first + at[0]}{column}: expected a number of at most "
-                f"{MAX_NUMBER:.3g}, got {x[at]:g}{more}. Repair the number, or leave the row out"
+                f"{MAX_NUMBER:.3g}, got {x[at]:g}{more}. Repair the number, or remove the row"
             )
     return out
 
@@ -355,9 +355,9 @@ def _targets(
     if task == "multilabel":
         if y.ndim != 2 or y.dtype.kind not in "uifb":
             raise DataError(
-                f"{place}: y of a multilabel task must be a 0/1 array [N, labels], got {y.dtype} "
-                f"{y.shape}. sklearn.preprocessing.MultiLabelBinarizer creates such an array from "
-                "lists of labels"
+                f"{place}: y of a multilabel task must be a 0/1 array of shape [N, labels], got "
+                f"{y.dtype} {y.shape}. sklearn.preprocessing.MultiLabelBinarizer creates such an "
+                "array from lists of labels"
             )
         return torch.from_numpy(y.astype(np.float64)), task, classes or tuple(map(str, range(y.shape[1])))
     if y.dtype.kind == "U" and task != "regression":
@@ -381,9 +381,9 @@ def _targets(
             f"{place}: y {y.shape} has {shape_in_words}, or task = 'regression', in [data] or in fl.Dataset.create(...)"
         )
     if task in ("classification", "binary") and not whole:
-        raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
+        raise DataError(f"{place}: for classification, y must be whole numbers of shape [N], got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":
-        raise DataError(f"{place}: y contains text, which cannot be the target of a regression. Leave task out")
+        raise DataError(f"{place}: y contains text, which cannot be the target of a regression. Omit `task`")
     if (task == "regression" or not whole) and len(y) > 1 and bool((y == y[0]).all()):
         raise DataError(f"{place}: the target is the same in every row. A model cannot learn from such a target")
     if task == "regression" or not whole:
@@ -399,7 +399,7 @@ def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
         DataError: rows have different lengths, or values have several types or are missing.
     """
     if np.ma.is_masked(values):
-        raise DataError(f"{name}: some values are masked. Fill these values, or leave the samples out")
+        raise DataError(f"{name}: some values are masked. Fill these values, or remove the samples")
     if getattr(values, "is_meta", False):
         raise DataError(f"{name}: a tensor on the device meta has no values. Create the tensor with device='cpu'")
     if hasattr(values, "toarray"):

@@ -109,7 +109,7 @@ def _mapped(path: Path) -> NDArray[Any]:
     try:
         mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as an array ({error}). Save it with numpy.save") from None
+        raise DataError(f"{path} cannot be read as an array ({error}). Save it with numpy.save") from None
     return mapped
 
 
@@ -134,8 +134,9 @@ class Npz(_Arrays):
         keys = next((keys for keys in ARRAY_KEYS if keys[0] in headers and keys[1] in headers), None)
         if keys is None:
             raise DataError(
-                f"{place}: needs arrays x and y (or x_train, y_train, x_test, y_test; or "
-                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES[1:])}), got {sorted(headers)}"
+                f"{place} needs arrays x and y (or x_train, y_train, x_test, y_test; or "
+                f"{', '.join(' and '.join(pair) for pair in FEATURE_TARGET_NAMES[1:])}), got "
+                f"{sorted(headers)}"
             )
         x_key, y_key, x_test, y_test = keys
         unread = [key for key in headers if key not in (*keys, *CLIENT_KEYS, *SAMPLE_ROLES)]
@@ -169,7 +170,7 @@ class Npz(_Arrays):
         keys_present = ([key for key in keys[::2] if key in headers] for keys in ARRAY_KEYS)
         keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
         if not keys:
-            raise DataError(f"{place}: needs an array x (or x_train, x_test), got {sorted(headers)}")
+            raise DataError(f"{place} needs an array x (or x_train, x_test), got {sorted(headers)}")
         columns = len(headers[keys[0]].shape) == 2
         x = _room(place, headers, keys) if columns else self._room_of_x(place, headers, keys, own_type=True)
         self._read(place, headers, [(keys, x)])
@@ -208,7 +209,7 @@ class Npz(_Arrays):
             )
         if self.channels_last:
             if len(shape) != 4:
-                raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {shape}")
+                raise DataError(f"{place}: channels_last needs x of shape [N, height, width, channels], got {shape}")
             shape = (shape[0], shape[3], *shape[1:3])
         return np.empty(shape, kind)
 
@@ -233,11 +234,11 @@ def _header(entry: Entry) -> _Header:
         else:
             header = _Header(*np.lib.format.read_array_header_2_0(entry.stream))
     except ValueError as error:
-        raise DataError(f"{entry.where}: not an array written by numpy ({error}). Save the array again") from error
+        raise DataError(f"{entry.where} is not an array written by numpy ({error}). Save the array again") from error
     if header.dtype.hasobject or header.dtype.kind not in "uifbUS":
         raise DataError(
-            f"{entry.where}: contains {header.dtype} (a pickle), but only numbers are allowed. Save "
-            "the array with a number type"
+            f"{entry.where} contains {header.dtype} (a pickle), but only numbers are allowed. Save "
+            "the array with a numeric type"
         )
     if any(length < 0 for length in header.shape):
         raise DataError(

@@ -197,7 +197,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
         if sentences := problems.sentences():
             refuse(entry.where, sentences)
         if table.size == 0:
-            raise NoSamples(f"{entry.where}: empty, but needs at least one row. Fetch the file again")
+            raise NoSamples(f"{entry.where} is empty, but needs at least one row. Fetch the file again")
         yield entry.name.rsplit("/", 1)[-1], table.done().astype(np.float64, copy=False)
 
 

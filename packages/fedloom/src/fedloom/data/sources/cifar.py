@@ -104,21 +104,21 @@ def _read(
         while block := entry.stream.read(RECORDS_PER_READ * width):
             if len(block) % width:
                 raise DataError(
-                    f"{entry.where}: truncated: records have {width} bytes, but {len(block) % width} "
-                    "bytes are left over. Fetch the file again"
+                    f"{entry.where} is truncated: records have {width} bytes, but "
+                    f"{len(block) % width} bytes are left over. Fetch the file again"
                 )
             rows = np.frombuffer(block, np.uint8).reshape(-1, width)
             labels = rows[:, form.label_bytes - 1]
             if labels.max() >= len(classes):
                 raise DataError(
-                    f"{entry.where}: unknown label {labels.max()}, labels must be from 0 to "
+                    f"{entry.where}: unknown label {labels.max()}: labels must be from 0 to "
                     f"{len(classes) - 1}. This file belongs to a different data set"
                 )
             y.room(len(rows))[:] = labels
             x.room(len(rows))[:] = rows[:, form.label_bytes :].reshape(-1, 3, 32, 32)
             in_test.room(len(rows))[:] = "test" in entry.name.rsplit("/", 1)[-1]
         if x.size == before:
-            raise NoSamples(f"{entry.where}: contains no record. Fetch the file again")
+            raise NoSamples(f"{entry.where} contains no records. Fetch the file again")
     if x.size == 0 and pickled:
         raise DataError(
             f"{pickled} is a pickle, which could run code, so fedloom does not read this file. Use "
@@ -126,7 +126,7 @@ def _read(
             "https://www.cs.toronto.edu/~kriz/cifar.html"
         )
     if x.size == 0:
-        raise DataError(f"{form.name}: no batch in {place}, expected files such as {form.files.pattern}")
+        raise DataError(f"{form.name}: no batches in {place}; expected files such as {form.files.pattern}")
     test = np.flatnonzero(in_test.done())
     return Dataset(
         form.name,

@@ -91,9 +91,9 @@ def detect(path: Path) -> type[FileSource]:
         break
     if best == len(BY_NAME):
         raise DataError(
-            f"{path}: contains no known data set. Known formats: IDX, CIFAR, LEAF JSON, image "
-            "folders, NPZ, folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON lines, "
-            "Feather"
+            f"{path} contains no data set in a known format. Known formats: IDX, CIFAR, LEAF JSON, "
+            "image folders, NPZ, folders with x.npy, Parquet, CSV, Excel, SPSS, Stata, SAS, JSON "
+            "lines, Feather"
         )
     kind = BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

@@ -142,7 +142,7 @@ def fetch(
     if name not in REMOTE_SETS:
         raise unknown("data set to fetch", name, REMOTE_SETS)
     if find_spec("pooch") is None:
-        raise ConfigError("fetching needs the extra fetch. Run: pip install 'fedloom[fetch]'")
+        raise ConfigError("fetching needs the `fetch` extra. Run: pip install 'fedloom[fetch]'")
     root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
     if not root:
         raise ConfigError(
@@ -178,6 +178,6 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
         except OSError as error:
             raise DataError(f"{name}: {place / file} cannot be written: {error}") from error
     raise DataError(
-        f"{name}: {file} was not fetched ({'; '.join(failures)}). Is this machine offline? Put the "
-        f"original file into {place} by hand"
+        f"{name}: {file} could not be fetched ({'; '.join(failures)}). Is this machine offline? Put "
+        f"the original file into {place} manually"
     )

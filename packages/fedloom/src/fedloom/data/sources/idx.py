@@ -114,7 +114,7 @@ def read_idx(
         if IDX_FILES[file] == LABELS_MAGIC and (y[part] >= len(classes)).any():
             bad = int((y[part] >= len(classes)).argmax())
             raise DataError(
-                f"{entry.where}: sample {bad} has the unknown label {y[part][bad]}, labels must be "
+                f"{entry.where}: sample {bad} has the unknown label {y[part][bad]}: labels must be "
                 f"from 0 to {len(classes) - 1}. These labels belong to a different data set"
             )
     labels = torch.from_numpy(y).long()

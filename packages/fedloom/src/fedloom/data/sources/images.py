@@ -52,10 +52,10 @@ class _Pictures:
                 self._check(entry, image.size)
                 if image.mode in DEEP_MODES:
                     raise DataError(
-                        f"{entry.where}: has more than 8 bits per pixel (mode {image.mode}), but images are read as "
-                        "bytes, and the range of the numbers is unknown. Convert the images to 8 bits, such as "
-                        "numpy.uint8(numpy.asarray(image) / largest * 255), or pass floats from 0 to 1 as an array or "
-                        "NPZ file"
+                        f"{entry.where} has more than 8 bits per pixel (mode {image.mode}), but "
+                        "images are read as bytes, and the range of the numbers is unknown. Convert "
+                        "the images to 8 bits, such as numpy.uint8(numpy.asarray(image) / largest * "
+                        "255), or pass floats from 0 to 1 as an array or NPZ file"
                     )
                 if self._mode is None:
                     self._mode = "L" if image.mode in ("1", "L") else "RGB"
@@ -67,7 +67,7 @@ class _Pictures:
             if isinstance(error, DataError):
                 raise
             why = "no known format, or truncated" if isinstance(error, UnidentifiedImageError) else error
-            raise DataError(f"{entry.where}: not a readable image ({why}). Replace or remove the file") from error
+            raise DataError(f"{entry.where} is not a readable image ({why}). Replace or remove the file") from error
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         if self._rows.size == 0:
             self._rows = GrowingRows(planes.shape, np.uint8)
@@ -82,7 +82,7 @@ class _Pictures:
             self.size = self.size or size
             if size != self.size:
                 raise DataError(
-                    f"{entry.where}: image of {size[0]}x{size[1]}, but the others are "
+                    f"{entry.where}: the image is {size[0]}x{size[1]}, but the others are "
                     f"{self.size[0]}x{self.size[1]}. Set side to resize all images"
                 )
             self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
@@ -114,7 +114,7 @@ def _read(
         labels.append(label)
         in_test.append(side_of(path))
     if not labels:
-        raise DataError(f"{name}: no image in {place}, expected one folder of images per class")
+        raise DataError(f"{name}: no images in {place}; expected one folder of images per class")
     classes = tuple(sorted(set(labels)))
     unseen = set(classes) - {label for label, held in zip(labels, in_test, strict=True) if not held}
     if unseen and not all(in_test):

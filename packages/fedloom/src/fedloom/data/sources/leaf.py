@@ -54,7 +54,9 @@ class Collector:
             if len(fields) < len(pairs):
                 key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
                 what = "user" if isinstance(fields[key], dict) else "key"
-                raise DataError(f"{where}: {what} {key!r} occurs twice (also in {where}). Every {what} may occur once")
+                raise DataError(
+                    f"{where}: {what} {key!r} occurs twice (also in {where}). Each {what} may occur only once"
+                )
             if isinstance(fields.get("x"), list):
                 fields["x"] = self._features(fields["x"])
             return fields
@@ -66,18 +68,18 @@ class Collector:
                 raise
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise DataError(
-                f"{where}: broken JSON: {why}. The file is truncated or not a LEAF file, so fetch the file again"
+                f"{where}: invalid JSON ({why}). The file is truncated or not a LEAF file, so fetch the file again"
             ) from error
         document: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
         declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
         if not (isinstance(declared, list) and all(isinstance(u, str) for u in declared)) or not isinstance(data, dict):
-            raise DataError(f"{where}: no list of users or no user_data. This is not a LEAF file")
+            raise DataError(f"{where} lacks users or user_data, so it is not a LEAF file")
         held = {user: self._user(samples, user, in_test, where) for user, samples in data.items()}
         if not held:
-            raise DataError(f"{where}: no list of users or no user_data. This is not a LEAF file")
+            raise DataError(f"{where} lacks users or user_data, so it is not a LEAF file")
         if len(set(declared)) != len(declared):
             twice = next(user for user in declared if declared.count(user) > 1)
-            raise DataError(f"{where}: user {twice!r} is listed twice. Every user may occur once")
+            raise DataError(f"{where}: user {twice!r} is listed twice. Each user may occur only once")
         if set(declared) != set(held):
             odd = min(set(declared) ^ set(held))
             raise DataError(f"{where}: user {odd!r} is in only one of users and user_data. Fetch the file again")
@@ -108,7 +110,7 @@ class Collector:
     def _user(self, entry: object, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._file_of:
             other = self._file_of[user, in_test]
-            raise DataError(f"{where}: user {user!r} occurs twice (also in {other}). Every user may occur once")
+            raise DataError(f"{where}: user {user!r} occurs twice (also in {other}). Each user may occur only once")
         self._file_of[user, in_test] = where
         x, listed = (entry.get(key, []) if isinstance(entry, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
@@ -119,10 +121,10 @@ class Collector:
         y = y.ravel()
         if len(x) != len(y):
             raise DataError(
-                f"{where}: x of user {user!r} has length {len(x)}, but y has length {len(y)}. Make both equal"
+                f"{where}: x of user {user!r} has length {len(x)}, but y has length {len(y)}. Make the lengths equal"
             )
         if len(y) == 0:
-            raise DataError(f"{where}: user {user!r} has no sample. Remove the user")
+            raise DataError(f"{where}: user {user!r} has no samples. Remove the user")
         if self._options.task == "classification":
             self._check_labels(y, user, where)
         if self.x is None:
@@ -160,7 +162,7 @@ class Collector:
         if ((y < 0) | (y >= count)).any():
             bad = y[((y < 0) | (y >= count)).argmax()]
             raise DataError(
-                f"{where}: user {user!r} has the unknown label {bad:g}, labels must be from 0 to "
+                f"{where}: user {user!r} has the unknown label {bad:g}: labels must be from 0 to "
                 f"{count - 1}. Repair the file, or set task = 'regression' if labels are measurements"
             )
 
@@ -299,7 +301,7 @@ def collect(place: Path, inside: str, collector: Collector) -> Collected:
         collector.file(entry, any(TEST_NAME_PATTERN.search(part) for part in (*path.parts[-2:-1], path.stem)))
     if collector.x is None or not collector.counts:
         where = f"{place}/{inside}" if inside else str(place)
-        raise NoSamples(f"LEAF: no sample in {where}, expected JSON files with users and user_data")
+        raise NoSamples(f"LEAF: no samples in {where}; expected JSON files with users and user_data")
     counts = torch.tensor(collector.counts)
     users = torch.tensor(collector.user).repeat_interleave(counts)
     in_test = torch.tensor(collector.in_test).repeat_interleave(counts)

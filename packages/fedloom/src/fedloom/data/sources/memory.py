@@ -113,7 +113,8 @@ def as_dataset(
     ]
     if len({part.x.shape[1:] for part in parts}) > 1:
         raise DataError(
-            f"{name}: training samples of shape {parts[0].x.shape[1:]}, test samples of {parts[1].x.shape[1:]}"
+            f"{name}: training samples have shape {parts[0].x.shape[1:]}, but test samples have shape "
+            f"{parts[1].x.shape[1:]}"
         )
     refuse_unlike(
         name, dict(zip(("the training set", "the test set"), parts, strict=False)), bool(options.get("vocabulary"))
@@ -159,7 +160,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     labels = labels and (task == "multilabel" or {*target} <= {*frame_names(obj)})
     if hasattr(obj, "iloc") and np.ndim(target) == 1 and not labels:
         if len(target) != len(obj):
-            raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets. Every sample needs one target")
+            raise DataError(f"{name} has {len(obj)} samples but {len(target)} targets. Every sample needs one target")
         refuse_order(obj, target, name)
         label = getattr(target, "name", None)
         label = label if isinstance(label, str) else "target"
@@ -174,7 +175,7 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         raise ConfigError(f"{name}: target must be the name of a column or the targets themselves, got {shown:.60}")
     names = frame_names(obj)
     if not names:
-        raise DataError(f"{name}: the table has no column. Give its features and the target as columns")
+        raise DataError(f"{name}: the table has no columns. Provide the features and the target as columns")
     target = next((n for n in TARGET_NAMES if n in names), names[-1]) if target is None else target
     target = tuple(target) if labels else str(target)
     check_type(f"{name}: client_column", options.get("client_column"), str, type(None))
@@ -258,7 +259,7 @@ class HubData(Source):
         try:
             import datasets
         except ImportError as error:
-            raise ConfigError(f"hub:{self.name}: needs the extra hub. Run: pip install 'fedloom[hub]'") from error
+            raise ConfigError(f"hub:{self.name}: needs the `hub` extra. Run: pip install 'fedloom[hub]'") from error
         try:
             splits: Any = datasets.load_dataset(self.name, self.config)
         except Exception as error:  # the library raises its own, urllib's and httpx's errors
@@ -268,7 +269,7 @@ class HubData(Source):
                 "keeps data sets in ~/.cache/huggingface)"
             ) from error
         if self.train not in splits:
-            raise DataError(f"hub:{self.name}: no split {self.train!r}; {nearest(self.train, splits)}")
+            raise DataError(f"hub:{self.name} has no split {self.train!r}; {nearest(self.train, splits)}")
         data = as_dataset(
             splits[self.train],
             self.y,

@@ -81,7 +81,7 @@ class Csv(TableSource):
         for entry in entries(place, _is_csv):
             separator, decimal = signs_of(entry.stream.read(DETECTION_BYTES), entry.where, self.encoding, self.skip)
             return Signs(self.separator or separator, self.decimal or decimal)
-        raise DataError(f"{place}: contains no .csv file. Name the path of a .csv file")
+        raise DataError(f"{place} contains no .csv file. Give the path of a .csv file")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all rows with the signs of the file.
@@ -103,7 +103,7 @@ class Csv(TableSource):
             yield Raw(place.stem, names, replace_commas(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(
-                    f"{place}: contains more than one table, {entry.name} and {other.name}. Name the path of one table"
+                    f"{place} contains more than one table, {entry.name} and {other.name}. Give the path of one table"
                 )
 
 
@@ -150,7 +150,7 @@ class Parquet(TableSource):
                 check_size(str(place), max(unpacked, cells * CELL_BYTES), place.stat().st_size)
                 yield Raw(place.stem, names, _columns(file, names, self.unread, place), Problems(str(place)))
         except (ArrowException, OSError) as error:
-            raise DataError(f"{place}: not a readable Parquet file ({error}). Write the file again") from error
+            raise DataError(f"{place} is not a readable Parquet file ({error}). Write the file again") from error
 
 
 def _is_text(kind: object) -> bool:

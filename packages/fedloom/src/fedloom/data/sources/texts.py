@@ -93,7 +93,7 @@ class Texts(FileSource):
             label = (last if self.target is None else self.target) if labelled else None
             roles = [c for c in (label, self.client_column) if c is not None and (labelled or c in raw.names)]
             if absent := [c for c in (self.text, *roles) if c not in raw.names]:
-                raise ConfigError(f"{place}: no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
+                raise ConfigError(f"{place} has no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
             if self.text in roles or len(set(roles)) < len(roles):
                 raise ConfigError(
                     f"{place}: text, target and client_column must be three different columns, got "
@@ -111,7 +111,7 @@ class Texts(FileSource):
                     coded[column].add(cells, empty)
             refuse(raw.problems.where, raw.problems.sentences())
         if not texts:
-            raise NoSamples(f"{place}: no rows below the header, so the table is empty")
+            raise NoSamples(f"{place} contains no rows below the header, so the table is empty")
         coded_columns = [codes.done() for codes in coded.values()]
         return texts, [(torch.from_numpy(code).long(), names) for code, names in coded_columns], str(place)
 
@@ -152,7 +152,9 @@ class _Tweets(Collector):
 
     def _check_labels(self, y: Floats, user: str, where: str) -> None:
         if strange := sorted(set(y.tolist()) - {0, 1, 4}):
-            raise DataError(f"{where}: user {user!r} has the label {strange[0]:g}. A tweet is 0, or 1 or 4")
+            raise DataError(
+                f"{where}: user {user!r} has the label {strange[0]:g}. The label of a tweet must be 0, 1 or 4"
+            )
 
 
 class Shakespeare(FileSource):
@@ -238,7 +240,7 @@ class Docstrings(Source):
         texts = {name: text[: self.max_characters] for name, text in whole.items() if len(text) >= self.min_characters}
         if not texts:
             raise NoSamples(
-                f"docstrings: no module has {self.min_characters} characters of docstrings. Lower min_characters"
+                f"docstrings: no module has {self.min_characters} characters of docstrings. Lower `min_characters`"
             )
         vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
@@ -277,7 +279,10 @@ def _texts() -> dict[str, str]:
     """Return the docstrings of all single-file modules in the standard library, keyed by module name."""
     files = [file for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if file.name[0] != "_"]
     if not files:
-        raise DataError("docstrings: this Python has no source of its standard library. Use another source")
+        raise DataError(
+            "docstrings: this Python installation does not include the source of its standard library. "
+            "Use a different source"
+        )
     return {file.stem: _docstrings(file) for file in files}
 
 

@@ -171,7 +171,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
         if any(map(is_absent, value.tolist() if value.dtype.kind == "O" else value[value != value])):  # NaN and NaT
             raise DataError(
-                f"{place}: {name} is missing for some samples. Give a value for each sample, or leave those samples out"
+                f"{place}: {name} is missing for some samples. Give a value for each sample, or remove those samples"
             )
     design = dict[str, Tensor]()
     for name in ("subject", "strata"):
@@ -184,7 +184,9 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
         if order.dtype.kind == "M":
             order = order.astype("datetime64[us]").astype(np.float64) / 1e6
         if order.dtype.kind not in "uifb" or not np.isfinite(order.astype(np.float64)).all():
-            raise DataError(f"{place}: order must be finite numbers or dates (datetime64), got {arrays['order'].dtype}")
+            raise DataError(
+                f"{place}: `order` must contain finite numbers or dates (datetime64), got {arrays['order'].dtype}"
+            )
         design["order"] = torch.from_numpy(order.astype(np.float64))
     return Design(design.get("subject"), design.get("order"), design.get("strata"))
 

@@ -49,7 +49,7 @@ class AgreedColumn(Value):
     @model_validator(mode="after")
     def _fits(self) -> AgreedColumn:
         if (self.type == "level") != bool(self.levels):
-            raise ValueError("levels belong to type = 'level', which needs at least one")
+            raise ValueError("type = 'level' needs at least one level in `levels`, and other types accept no levels")
         if disguised := direction_in(self.name, *self.levels):
             raise ValueError(disguised)
         if len(set(self.levels)) < len(self.levels):
@@ -138,7 +138,7 @@ class Agreement(Value):
             if name in names:
                 raise ValueError(f"column: {name!r} is the {what}, so it cannot be a feature")
         if all(column.scoring for column in self.column):
-            raise ValueError("column: at least one column must be a feature, without scoring = true")
+            raise ValueError("column: at least one column must be a feature, that is, a column without scoring = true")
         if self.target_range is not None and not self.target_range[0] < self.target_range[1]:
             raise ValueError(f"target_range must increase, got {self.target_range[0]:g} to {self.target_range[1]:g}")
         several = self.task in ("classification", "multilabel")

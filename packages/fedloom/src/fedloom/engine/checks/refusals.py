@@ -65,7 +65,7 @@ def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sa
             raise Refused(
                 f"{what} {value.kind!r} reads the clients' models, but clients of {name} do not upload whole models",
                 rule="part-needs-models",
-                fix=f"leave {{{what}}} out",
+                fix=f"omit {{{what}}}",
             )
 
 
@@ -100,10 +100,10 @@ def check_together(
         )
     if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
         raise Refused(
-            f"{algorithm.full_gradients} uses full gradients without changes, so momentum, other "
+            f"{algorithm.full_gradients} uses unmodified full gradients, so momentum, other "
             "optimizers and clipping have no effect",
             rule="full-gradients",
-            fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and leave {local.clip} out",
+            fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and omit {local.clip}",
         )
     if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
@@ -113,8 +113,8 @@ def check_together(
         elif any(k.accumulates for k in kinds):
             why = "its server adds up uploads over rounds"
         else:
-            why = "its server averages single models itself"
-        cure = "leave {aggregation_weights} out"
+            why = "its server averages individual models itself"
+        cure = "omit {aggregation_weights}"
         if isinstance(weigher, SamplesWeigher):
             cure += " (with {client_weights = 'samples'}, all methods weight clients by their samples)"
         elif weigher.describes and kinds and not algorithm.mixes:
@@ -129,14 +129,14 @@ def check_together(
             f"aggregation_weights {weigher.kind!r} without its floor gives negative weights, which "
             f"aggregator {kind_of(aggregator)!r} cannot use",
             rule="signed-weights-in-a-rule",
-            fix="leave {aggregation_weights} out, or leave {aggregator} out",
+            fix="omit {aggregation_weights} or {aggregator}",
         )
     for what, table, value in (("aggregator", "aggregator", aggregator), ("channel", "upload_transform", channel)):
         if value is not None and not kinds:
             raise Refused(
                 f"{table} {kind_of(value)!r} has no effect with {name}, which uploads nothing",
                 rule=f"{what}-without-upload",
-                fix=f"leave {{{table}}} out",
+                fix=f"omit {{{table}}}",
             )
     if aggregator is not None and not aggregator.linear:
         rule = f"aggregator {kind_of(aggregator)!r}"
@@ -145,26 +145,26 @@ def check_together(
                 f"{rule} cannot be used with {name}: its server accumulates uploads over rounds, and "
                 "with them the noise of every round",
                 rule="noise-adds-up",
-                fix="leave {aggregator} out and set {upload_transform = 'gaussian-noise'}",
+                fix="omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
             raise Refused(
-                f"{rule} has no effect with {name}: its server mixes single models for every client",
+                f"{rule} has no effect with {name}: its server mixes individual models for every client",
                 rule="aggregator-on-mixing",
-                fix="leave {aggregator} out",
+                fix="omit {aggregator}",
             )
         if any(k.primary and not k.averaged for k in kinds):
             raise Refused(
-                f"{rule} has no effect with {name}: its server averages single models with its own weights",
+                f"{rule} has no effect with {name}: its server averages individual models with its own weights",
                 rule="aggregator-on-single-models",
-                fix="leave {aggregator} out",
+                fix="omit {aggregator}",
             )
     if channel is not None and algorithm.needs_exact:
         raise Refused(
             f"upload_transform {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
             rule="channel-on-exact-sums",
-            fix="leave {upload_transform} out",
+            fix="omit {upload_transform}",
         )
 
 
@@ -180,48 +180,47 @@ def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | Non
         raise Refused(
             f"{what} has no effect with {name}, which uploads nothing",
             rule="mixer-without-upload",
-            fix="leave {personalized_aggregation} out",
+            fix="omit {personalized_aggregation}",
         )
     carried = kinds[primary_field(type(algorithm))].carries
     if carried != "model":
         raise Refused(
             f"{what} mixes models, but clients of {name} send {carried} instead of models",
             rule="mixer-without-models",
-            fix="leave {personalized_aggregation} out",
+            fix="omit {personalized_aggregation}",
         )
     if algorithm.mixes:
         raise Refused(
-            f"{what} cannot be used with {name}: its server already mixes single models for every client",
+            f"{what} cannot be used with {name}: its server already mixes individual models for every client",
             rule="mixer-on-mixing",
-            fix="leave {personalized_aggregation} out",
+            fix="omit {personalized_aggregation}",
         )
     if isinstance(aggregator, PrivateMean):
         raise Refused(
-            f"{what} sends mixtures of single models, but noise on a mean does not protect single models",
+            f"{what} sends mixtures of individual models, but noise on a mean does not protect individual models",
             rule="mixer-under-central-noise",
-            fix="leave {personalized_aggregation} out, or leave {aggregator} out and set "
-            "{upload_transform = 'gaussian-noise'}",
+            fix="omit {personalized_aggregation}, or omit {aggregator} and set {upload_transform = 'gaussian-noise'}",
         )
     if algorithm.family == "clustered":
         raise Refused(
             f"{what} cannot be used with {name}: its server already has one model for each cluster of clients",
             rule="mixer-on-clusters",
-            fix="leave {personalized_aggregation} out",
+            fix="omit {personalized_aggregation}",
         )
     personal = type(algorithm).personal is not Algorithm.personal
     if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
         raise Refused(
-            f"{what} cannot be used with {name}: its clients keep duals or controls for one consensus "
-            "model, and personalized models would contradict the consensus",
+            f"{what} cannot be used with {name}: its clients keep dual or control variables for one "
+            "consensus model, and personalized models would contradict the consensus",
             rule="mixer-on-consensus",
-            fix="leave {personalized_aggregation} out ('flame' and 'fedslr' have both a consensus and personal models)",
+            fix="omit {personalized_aggregation} ('flame' and 'fedslr' have both a consensus and personal models)",
         )
     if not personal and algorithm.family == "composite":
         raise Refused(
             f"{what} cannot be used with {name}: its server computes the model with a prox, and a "
             "mixture of clients' models would bypass this prox",
             rule="mixer-on-server-prox",
-            fix="leave {personalized_aggregation} out ('fedslr' and 'lpgd' have regularized personal models)",
+            fix="omit {personalized_aggregation} ('fedslr' and 'lpgd' have regularized personal models)",
         )
 
 
@@ -238,7 +237,7 @@ def check_mixed_width(method: Algorithm, down: Fields, d: int) -> None:
             "personalized aggregation sends mixed models instead of the server's model, but the "
             f"server of {type(method).__name__} sends {sent}",
             rule="mixer-needs-one-model",
-            fix="leave {personalized_aggregation} out",
+            fix="omit {personalized_aggregation}",
         )
 
 
@@ -253,14 +252,14 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
         raise Refused(
             f"sampler {sampler.kind!r} reads uploads, but {name} uploads nothing",
             rule="sampler-without-upload",
-            fix="leave {sampler} out",
+            fix="omit {sampler}",
         )
     if sampler.repeats and weigher.signed:
         raise Refused(
             f"sampler {sampler.kind!r} may draw a client twice, so the weights of {weigher.kind!r} "
             "without its floor may have a sum of zero or less",
             rule="signed-weights-of-repeats",
-            fix="leave {aggregation_weights} out, or leave {sampler} out",
+            fix="omit {aggregation_weights} or {sampler}",
         )
 
 
@@ -280,7 +279,7 @@ def check_attack(setting: Setting) -> None:
             f"attack {kind_of(attack)!r} has nothing to forge: only client_weights = 'clusters' and "
             "aggregation_weights 'equitable' describe clients by activations",
             rule="attack-without-target",
-            fix="set {client_weights = 'clusters'}, or leave {attack} out",
+            fix="set {client_weights = 'clusters'}, or omit {attack}",
         )
 
 
@@ -303,7 +302,7 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
         raise Refused(
             f"early_stop watches the {rule.part} part, but no client has samples in this part",
             rule="early-stop-part-empty",
-            fix="set {early_stop.part = 'train'}, or a larger {partition.validation}",
+            fix="set {early_stop.part = 'train'}, or use a larger {partition.validation}",
         )
 
 
@@ -317,7 +316,7 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
         raise Refused(
             f"aggregator 'fltrust' trusts client {aggregator.root}, but the clients are numbered 0 to {n - 1}",
             rule="trusted-client-missing",
-            fix="set {aggregator.root = 0}, or use the number of another client",
+            fix="set {aggregator.root = 0}, or use the number of a different client",
         )
 
 

@@ -140,7 +140,7 @@ def check_times(problem: JobFacts, start: Start) -> None:
         f"schedule {schedule.kind!r}: no client answers within {limit:g} s, because the fastest "
         f"client needs {least:.3g} s for {'one step' if partial else 'its work'} and its messages",
         rule="deadline-unmet",
-        fix=fix if math.isfinite(least) else "leave {schedule} and {devices} out",
+        fix=fix if math.isfinite(least) else "omit {schedule} and {devices}",
     )
 
 

@@ -229,8 +229,8 @@ def _optimizer_states(job: Job, work: Work) -> Fields | None:
     if unknown:
         raise Refused(
             f"{type(job.algorithm).__name__} trains with the stream {unknown[0]!r} in round "
-            f"{work.round}, but the first round did not use this stream, so no optimizer state is "
-            "stored for the stream. Set local.optimizer_state = 'fresh'"
+            f"{work.round}, but the first round did not use this stream, so it has no stored "
+            "optimizer state. Set local.optimizer_state = 'fresh'"
         )
     return remade(job.optimizer.template, [work.memory.rows])
 

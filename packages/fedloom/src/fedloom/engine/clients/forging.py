@@ -50,7 +50,9 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
         models: Any = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
         if not isinstance(models, Tensor) or models.shape != absolute.shape or not models.is_floating_point():
             got = f"{models.dtype} {[*models.shape]}" if hasattr(models, "dtype") else type(models).__name__
-            raise ValueError(f"forge must return models {[*absolute.shape]} as a tensor of floats, got {got}")
+            raise ValueError(
+                f"`forge` must return models of shape {[*absolute.shape]} as a tensor of floats, got {got}"
+            )
     upload, rows = encoded(job, inputs, models, idle)
     return inputs.down, output_of(job, inputs, upload, rows)
 

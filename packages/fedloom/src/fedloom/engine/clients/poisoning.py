@@ -38,7 +38,9 @@ def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed
             wrong: Any = attack.poison(labels.clamp(min=0), classes, generator(seed, 0, i, "poison"))
             if not isinstance(wrong, Tensor) or wrong.dtype != torch.int64 or wrong.shape != labels.shape:
                 got = f"{wrong.dtype} {[*wrong.shape]}" if hasattr(wrong, "dtype") else type(wrong).__name__
-                raise ValueError(f"poison must return a tensor {[*labels.shape]} of torch.int64, got {got}")
+                raise ValueError(
+                    f"`poison` must return a tensor of shape {[*labels.shape]} and type torch.int64, got {got}"
+                )
             if len(wrong) and (int(wrong.min()) < 0 or int(wrong.max()) >= classes):
                 raise ValueError(
                     f"labels must be from 0 to {classes - 1}, got {int(wrong.min())} to {int(wrong.max())}"
@@ -58,9 +60,9 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
     data, parts = fed.data, dict(fed.parts)
     if data.labels is None or data.vocabulary:
         raise ConfigError(
-            f"a backdoor needs samples of numbers with one class each, but {data.name} has no such samples",
+            f"a backdoor needs numeric samples with one class each, but {data.name} has no such samples",
             rule="attack-needs-classes",
-            fix="leave {attack} out",
+            fix="omit {attack}",
         )
     label, copied = attack.label(data.classes), [torch.arange(len(data), device=data.x.device)]
     for part, name in TRIGGERED_PARTS.items():

@@ -113,8 +113,8 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
             )
     elif adds and method.reshared(server, namedtuple("Moved", adds)(*[model.new_zeros(1)] * len(adds)), ctx) is None:
         raise Refused(
-            f"{what} cannot be used with {name}: its server adds up uploads with the shares of their "
-            "rounds, and later shares do not change that sum",
+            f"{what} cannot be used with {name}: its server adds up uploads, each weighted by the "
+            "shares of its round, and shares that change later do not change that sum",
             rule="clusters-in-sums",
             fix=cure,
         )

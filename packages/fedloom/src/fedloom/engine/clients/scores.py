@@ -131,7 +131,7 @@ def _personal(job: Job, down: Fields, round: int, ids: Tensor, *, trains: bool) 
         models = job.personal(download, rows, work.with_(fixed_batches=job.replay.evaluation_batches(round, ids)))
         if models is None or models.shape != (len(ids), job.oracle.layout.d):
             got = None if models is None else [*models.shape]
-            raise ValueError(f"personal must return [{len(ids)}, {job.oracle.layout.d}], got {got}")
+            raise ValueError(f"`personal` must return a tensor of shape [{len(ids)}, {job.oracle.layout.d}], got {got}")
     except FedloomError:
         raise
     except Exception as error:

@@ -325,7 +325,7 @@ def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tupl
         weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)
         if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.aggregation_weights.signed):
             got = f"{[*weights.shape]}, at least {float(weights.min())}"
-            raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
+            raise ValueError(f"weights must have shape [m, 1] = [{ctx.m}, 1] and must not be negative, got {got}")
     return weights, weigher
 
 
@@ -342,7 +342,7 @@ def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> No
     if odd := [name for name, value in combined.items() if not value.is_floating_point()]:
         raise ValueError(f"the aggregate of {odd[0]} must be floats, got {combined[odd[0]].dtype}")
     if got != wanted:
-        raise ValueError(f"it must return one vector of every field, with the shapes {wanted}, got {got}")
+        raise ValueError(f"it must return one vector for every field, with the shapes {wanted}, got {got}")
 
 
 def _sum(rows: Tensor, mass: Tensor) -> Tensor:

@@ -86,6 +86,6 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
         raise Refused(
             f"{why} uses full gradients, which always have float32 precision",
             rule="precision-of-full-gradients",
-            fix="leave {engine.precision} out",
+            fix="omit {engine.precision}",
         )
     return oracle

@@ -68,7 +68,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
         raise Refused(
             f"sampler {sampler.kind!r} asks clients about the global model, but {name} has no global model",
             rule="sampler-needs-a-global-model",
-            fix="leave {sampler} out",
+            fix="omit {sampler}",
         )
     fewest = sampler.smallest(n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if setting.personalized_aggregation is not None:

@@ -36,14 +36,14 @@ def check_schedule(setting: Setting, n: int) -> None:
             f"{what} with partial work cannot be used with {name}, which counts each client equally, "
             "whatever its number of steps",
             rule="partial-work",
-            fix=f"leave {{schedule.partial}} out, or use one of {able}",
+            fix=f"omit {{schedule.partial}}, or use one of {able}",
         )
     if isinstance(schedule, Deadline) and schedule.partial and method.full_gradients:
         raise Refused(
             f"{what} with partial work cannot be used with {method.full_gradients}, whose iterations are not steps of "
             "local SGD",
             rule="partial-full-gradients",
-            fix="leave {schedule.partial} out, or set {method.solver = 'sgd'}",
+            fix="omit {schedule.partial}, or set {method.solver = 'sgd'}",
         )
     check_stream(setting, n)
 
@@ -67,14 +67,14 @@ def check_stream(setting: Setting, n: int | None) -> None:
         raise Refused(
             f"{what} has no rounds, so sampler {sampler.kind!r} cannot ask candidates before a round",
             rule="stream-asks-candidates",
-            fix="leave {sampler} out",
+            fix="omit {sampler}",
         )
     mixer = setting.personalized_aggregation
     among = getattr(method if mixer is None else mixer, "among", None)
     if among in ("cohort", "seen") or (method.mixes and not method.mixes_all):
         who = name if mixer is None else f"personalized_aggregation {mixer.kind!r}"
         owner = "method" if mixer is None else "personalized_aggregation"
-        cure = "leave {schedule} out" if among is None else f"set {{{owner}.among = 'all'}}"
+        cure = "omit {schedule}" if among is None else f"set {{{owner}.among = 'all'}}"
         raise Refused(
             f"{what} cannot be used with {who}, which mixes the models of the clients of one round, "
             "because with this schedule clients train one by one",
@@ -85,7 +85,7 @@ def check_stream(setting: Setting, n: int | None) -> None:
         raise Refused(
             f"{what} has no rounds, so attack {kind_of(setting.attack)!r} cannot read the honest uploads of a round",
             rule="stream-attack-on-a-round",
-            fix="leave {attack} out, or leave {schedule} out",
+            fix="omit {attack} or {schedule}",
         )
     if setting.aggregator is not None:
         setting.aggregator.check(schedule.size)

@@ -81,13 +81,14 @@ def advise(
     check_type("advise: tune", tune, Mapping, type(None))
     if join and folder is None:
         raise ConfigError(
-            "advise: join needs a folder in which the runs are shared. Name a folder that all processes can use"
+            "advise: `join` needs a folder in which the processes share their runs. Name a folder "
+            "that all processes can use"
         )
     place = None if folder is None else place_of(folder, "advise: folder")
     if "seeds" in choices:
         raise ConfigError(
-            "advise: a race chooses the seeds of its runs itself. Pass seed, which is the seed of "
-            "the split and of the first run"
+            "advise: a race chooses the seeds of its runs itself. Pass `seed`, the seed of the split "
+            "and of the first run"
         )
     seed = choices.pop("seed", 0)
     keywords = ["seeds", *(keyword for keyword in signature(advise).parameters if keyword != "choices")]

@@ -124,7 +124,8 @@ class Words(TyperGroup):
             if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
                 place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
                 _refuse(
-                    f"an empty word{place}. Is a shell variable not set? Write a value, or leave the empty word out"
+                    f"there is an empty word{place}. Perhaps a shell variable is not set. Write a "
+                    "value, or omit the empty word"
                 )
             if re.match(r"(--[\w-]+=)?~(/|$)", word):
                 _refuse(f"{word!r:.80}: the shell did not replace ~ with the home folder. Write the whole path")

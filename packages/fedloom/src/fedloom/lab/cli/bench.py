@@ -98,14 +98,14 @@ def bench(
         if per_gradient:
             only_rates = {**elsewhere, "--ranks": ranks, "--workers": workers, "--gradient-engine": gradient_engine}
             if ignored := [name for name, value in only_rates.items() if value is not None]:
-                raise ConfigError(f"{' and '.join(ignored)}: cannot be used with --per-gradient")
+                raise ConfigError(f"{' and '.join(ignored)} cannot be used with --per-gradient")
             rows = [*_per_gradient_rows(read(file, trust=trust), data_dir, rounds)]
             say_json({"methods": rows}) if as_json else print_rows(rows)
             return
         unread: dict[str, Any] = {"--workers": workers, "--gradient-engine": gradient_engine} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(
-                f"{' and '.join(wrong)}: {'cannot be used with' if ranks else 'can be used only with'} --ranks"
+                f"{' and '.join(wrong)} {'cannot be used with' if ranks else 'can be used only with'} --ranks"
             )
         plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=gradient_engine or (), workers=counts)
         if ranks:

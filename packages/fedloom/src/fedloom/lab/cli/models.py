@@ -252,14 +252,17 @@ def adapt(
         opened = open_run(run, trust=trust)
         chosen = _one(opened, method, seed)
         if out is None and (run / "adapted").is_symlink():
-            raise ConfigError(f"{run / 'adapted'} is a link, and writing there could overwrite other files. Add --out")
+            raise ConfigError(
+                f"{run / 'adapted'} is a link, so writing to it could overwrite other files. Add --out to "
+                "write to a different folder"
+            )
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
         place = out or run / "adapted" / f"{name}.safetensors"
         check_model_file(place, inputs=(data,), force=force)
         if "personal" not in chosen.models.kinds():
             able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
             raise ConfigError(
-                f"{chosen.method} has no personal models: every client uses its global model. Methods "
+                f"{chosen.method} has no personal models: every client uses the global model. Methods "
                 f"with personal models: {', '.join(able) or 'none'}"
             )
         adapted_model = chosen.models.adapt(

@@ -66,7 +66,9 @@ class Comparison(RecordedComparison):
     def __getitem__(self, key: tuple[str, int]) -> Result:
         if key not in self.results:
             keys = ", ".join(map(str, self.results))
-            raise ConfigError(f"no result of {key!r}. Use a label and a seed, as in comparison['fedavg', 0], of {keys}")
+            raise ConfigError(
+                f"no result for {key!r}. Use a label and a seed from {keys}, as in comparison['fedavg', 0]"
+            )
         return self.results[key]
 
 
@@ -158,12 +160,13 @@ def compare(
     if tune is not None and find_spec("optuna") is None:
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
     if not isinstance(tune, int | Mapping | None):
-        raise ConfigError(f"compare: tune must be a number of trials or the table [tune] of a file, got {tune!r:.80}")
+        raise ConfigError(f"compare: tune must be a number of trials or the [tune] table of a file, got {tune!r:.80}")
     check_type("compare: join", join, bool)
     check_type("compare: progress_bar", progress_bar, bool)
     if join and folder is None:
         raise ConfigError(
-            "compare: join needs a folder in which the runs are shared. Name a folder that all processes can use"
+            "compare: `join` needs a folder in which the processes share their runs. Name a folder "
+            "that all processes can use"
         )
     callbacks = list_functions(callbacks, "compare: callbacks must be a list of functions of an event")
     if track is not None:
@@ -248,7 +251,7 @@ def _compared(
         drawn = seed if ": model.digest was " in what else ""
         raise RunDirError(f"{what}{drawn}. Choose another folder, or remove this one" if flag else what) from None
     if any(one.status == "interrupted" for one in outcomes):
-        raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if the call names one")
+        raise RunStopped(Stop.INTERRUPTED, "if the call names a folder, the same call resumes from that folder")
     if all(one.result is None for one in outcomes):
         first = outcomes[0]
         raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")

@@ -120,7 +120,7 @@ class GivenExperiment:
                 f"compare: seeds must be a sequence of whole numbers, such as range(5), got {seeds!r:.80}"
             )
         if "seed" in choices:
-            raise ConfigError(f"compare: seed is for one run. Pass seeds=[{choices['seed']!r}]")
+            raise ConfigError(f"compare: `seed` sets the seed of a single run. Pass seeds=[{choices['seed']!r}]")
         source, partition = _federation(data, partition, call)
         tables = _methods(methods)
         way = _call_places(tables, keywords)
@@ -170,7 +170,9 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
 def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
     """Return the source of the data, as a value or a table, and the partition."""
     if data is None:
-        raise ConfigError(f"{call}: data is missing. Pass a federation, a list of clients, a data set, or its name")
+        raise ConfigError(
+            f"{call}: data is missing. Pass a federation, a list of clients, a data set, or the name of a data set"
+        )
     if (
         partition is None
         and isinstance(data, list | Mapping)
@@ -179,7 +181,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
         data = Federation.create(data)
     if isinstance(data, Federation):
         if partition is not None:
-            raise ConfigError(f"{call}: the data are already split. Leave partition out, or pass a data set")
+            raise ConfigError(f"{call}: the data are already split. Omit `partition`, or pass a data set")
         return InMemory(held=data.data), Ready(held=data)
     if partition is None:
         raise ConfigError(
@@ -197,9 +199,9 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partitions.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(
-            f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If clients already "
-            "exist, pass them as the data, in a list of (x, y). From lists of positions, make "
-            "(x[list], y[list])"
+            f"{call}: partition must be one of {kinds}, got {partition!r:.80}. If the data are "
+            "already split among clients, pass the clients as the data, as a list of (x, y). If you "
+            "have lists of positions, pass (x[list], y[list])"
         )
     source = {"source": str(data)} if isinstance(data, str | PathLike) else InMemory(held=Dataset.create(data))
     return source, partition
@@ -209,13 +211,16 @@ def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str,
     """Return the tables that describe the methods, each with a label."""
     if not has_type(methods, Mapping, Sequence) or has_type(methods, str, bytes) or not methods:
         raise ConfigError(
-            f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
+            "compare: methods must be a dict that maps labels to methods, such as {'fedavg': "
+            f"'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )
     tables = []
     for label, spec in methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]:
         table = dict(spec) if isinstance(spec, Mapping) else {"algorithm": spec}
         if label is not None and "label" in table:
-            raise ConfigError(f"compare: {label}: label = {table['label']!r} is a second label. Leave label out")
+            raise ConfigError(
+                f"compare: {label}: label = {table['label']!r} gives the method a second label. Omit `label`"
+            )
         if label is None and "label" not in table:
             name = name_method(table.get("algorithm"), "compare")[0]
             label = re.split("[:. ]", name)[-1]

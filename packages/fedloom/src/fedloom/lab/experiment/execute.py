@@ -134,9 +134,7 @@ class Plan:
             for fed in self.federations.values():
                 analysis.check_run(fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(
-                    f"{name_of(analysis)} trains additional runs in a single process. Leave this analysis out"
-                )
+                raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
         first = experiment.head.seeds[0]
         fed = self.federations[first]
         self._checksum = data.checksum

@@ -64,7 +64,7 @@ class RecordedData(Source):
     """Placeholder for the data of a finished run, which may have been moved."""
 
     def load(self, data_dir: object = None) -> Dataset:
-        raise DataError("fedloom does not read the data of a finished run. Read the data with their source")
+        raise DataError("fedloom does not read the data of a finished run. Read the data from their source")
 
 
 class RunDirectory:
@@ -89,7 +89,7 @@ class RunDirectory:
             raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
-            raise RunDirError(f"{path} is not a run directory: it {what}. Give the --out of 'fedloom run'")
+            raise RunDirError(f"{path} is not a run directory: it {what}. Name the --out directory of 'fedloom run'")
         try:
             self._document = update_document(read_toml(settings, "settings of the run"))
             check_digest(settings, settings.read_bytes())
@@ -108,7 +108,7 @@ class RunDirectory:
         if describe_model(model) is None:
             raise ConfigError(f"open_run: model must be an nn.Module or a function that makes one, got {model!r:.80}")
         if not any(_has_unnamed_model(table) for table in (self._document, *self._methods)):
-            raise ConfigError(f"{settings} already names the models of its runs. Leave model out")
+            raise ConfigError(f"{settings} already names the models of its runs. Omit `model`")
 
     def __iter__(self) -> Iterator[RecordedRun]:
         return (self[key] for key in self._runs)
@@ -194,8 +194,8 @@ class RunDirectory:
         if name not in REGISTRY and not is_path(name):
             raise ConfigError(
                 f"{self.path / SETTINGS_FILE}: the method of {label!r} ({name}) has no name or import "
-                "path. In Python, the same call of fl.compare with this folder returns its models, "
-                "and reruns nothing"
+                "path. In Python, the same call of fl.compare with this folder returns its models "
+                "without rerunning anything"
             )
         return self._experiment(tables).methods[0].setting
 

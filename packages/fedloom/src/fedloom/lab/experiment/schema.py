@@ -77,7 +77,7 @@ Constants = Literal["default", "paper", "released"]
 
 def _no_path(text: str) -> str:
     if "/" in text or "\\" in text or text in (".", ".."):
-        raise ValueError(f"must be a valid file name without / and \\, got {text!r}")
+        raise ValueError(f"must be a valid file name that contains no / or \\, got {text!r}")
     return text
 
 
@@ -99,7 +99,7 @@ class Head(Value):
     @classmethod
     def _different(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(seeds)) < len(seeds):
-            raise ValueError(f"every seed may occur once, got {list(seeds)}")
+            raise ValueError(f"every seed may occur only once, got {list(seeds)}")
         return seeds
 
 

@@ -119,7 +119,7 @@ def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> li
             raise unknown("part", part, parts)
         measured = set(rows_where(table, part=part)["metric"].to_pylist())
         names = sorted({metric.rpartition("/")[0] for metric in measured if metric.endswith(MEAN_NAMES)})
-        raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, names)}")
+        raise ConfigError(f"{name!r} was not measured on the part {part!r}; {nearest(name, names)}")
     scale = metric(name).scale
     return [
         {"round": row["round"], "model": row["model"], "value": row["value"] * scale}

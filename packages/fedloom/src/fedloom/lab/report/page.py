@@ -182,7 +182,9 @@ def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) ->
     if out.suffix.lower() not in FILE_KINDS["HTML"] or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}. Use a name such as {out.with_suffix('.html')}")
     if beside.is_symlink():
-        raise ConfigError(f"{beside} is a link, and a report would overwrite the files behind it. Remove the link")
+        raise ConfigError(
+            f"{beside} is a link, and a report would overwrite the files that it points to. Remove the link"
+        )
     check_folder(beside)
 
     def owns(place: Path) -> bool:

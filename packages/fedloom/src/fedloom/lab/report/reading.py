@@ -94,7 +94,7 @@ def _read(path: Path, label: str) -> Run:
             f"{path / METRICS_FILE}: client {most} is not one of the {len(names)} clients in partition.parquet"
         )
     if any(int(points.client.min()) < FEDERATION_CLIENT for points in series.values()):
-        raise RunDirError(f"{path / METRICS_FILE}: the number of a client is negative")
+        raise RunDirError(f"{path / METRICS_FILE}: a client number is negative")
     if any("attack" in method for method in tomllib.loads(settings).get("method", [])):
         totals |= _recounted(series, totals, partitions)
     return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
@@ -145,7 +145,7 @@ def _check_settings(path: Path, settings: str) -> None:
     try:
         document = tomllib.loads(settings)
     except RecursionError as error:
-        raise RunDirError(f"{path} is damaged: nested too deeply") from error
+        raise RunDirError(f"{path} is damaged: it is nested too deeply") from error
     except ValueError as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
     for name in (*EXPERIMENT_TABLES, "resolved"):
@@ -194,7 +194,10 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     for value in dict.fromkeys(seed.tolist()):
         clients = rows_where(table, seed=value).sort_by("client")
         if clients["client"].to_pylist() != list(range(len(clients))):
-            raise RunDirError(f"{path}: seed {value}: clients must be numbered from 0 to {len(clients) - 1}, each once")
+            raise RunDirError(
+                f"{path}: seed {value}: clients must be numbered from 0 to {len(clients) - 1}, and each "
+                "number must occur once"
+            )
         flat = clients["counts"].combine_chunks().flatten().to_numpy()
         if len(flat) % len(clients) or (pc.count_distinct(pc.list_value_length(clients["counts"])).as_py() or 1) > 1:
             raise RunDirError(f"{path}: column 'counts': every client needs one count per class")

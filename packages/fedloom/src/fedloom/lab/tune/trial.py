@@ -191,13 +191,14 @@ def scored_models(
     models = (choices | {"best-on-validation": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
     if not models or not set(models) <= set(model_kinds):
         raise ConfigError(
-            f"[tune] model is {wanted!r}, but {label} has only: {', '.join(model_kinds)}. Use model = 'auto'"
+            f"[tune] model is {wanted!r}, but {label} has only these models: "
+            f"{', '.join(model_kinds)}. Use model = 'auto'"
         )
     names = _defined(problem)
     metric_name = leading(names, "settings") if metric is None else metric
     if metric_name not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
-        raise ConfigError(f"[tune] metric is {metric_name!r}, but for these data the metric can be: {allowed}")
+        raise ConfigError(f"[tune] metric is {metric_name!r}, but for these data it must be one of: {allowed}")
     return models, metric_name, facts(metric_name).higher
 
 

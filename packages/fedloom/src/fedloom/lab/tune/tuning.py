@@ -283,7 +283,7 @@ class Tuning:
         lost = [f for f in findings if f.best is None]
         if lost and tuned:
             who, why = lost[0].study.method.label, lost[0].trials[-1].reason
-            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}. Look in {self.out / 'trials.csv'}")
+            raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}. See {self.out / 'trials.csv'}")
         if tuned:
             self._write(findings)
         return findings
@@ -301,9 +301,9 @@ class Tuning:
         session = JoinedWork(self.out)
         if session.is_begun and tomllib.loads((self.out / SEARCH_FILE).read_text()) != self._recorded_identity():
             raise RunDirError(
-                f"{self.out}: the processes that joined work on a different search. Join with the "
-                "same file, and change the file after all processes have ended. If no process is "
-                f"left, delete {self.out / WORK_FOLDER}"
+                f"{self.out}: processes of a different search are using this folder. To join them, "
+                "use the same file. To change the file, wait until all processes have ended. If no "
+                f"process is left, delete {self.out / WORK_FOLDER}"
             )
         session.begin(self._claim)
         names = [file_name(study.method.label) for study in self.studies]

@@ -59,12 +59,12 @@ def make_oracle(
             f"augment changes images, of shape channels x height x width, but a sample of {fed.data.name!r} has shape "
             f"{'x'.join(map(str, fed.data.shape))}",
             rule="augment-needs-images",
-            fix="leave {augment} out",
+            fix="omit {augment}",
         )
     if augment is not None and fed.data.each:
         raise Refused(
             "augment changes only images, but these images have a label per pixel, which augment "
-            "would not change. Leave augment out"
+            "would not change. Omit `augment`"
         )
     oracle = choose(
         "gradient engine", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.gradient_engine"

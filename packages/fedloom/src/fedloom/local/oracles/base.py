@@ -136,7 +136,7 @@ class Oracle(ABC):
         raise Refused(
             "accuracy needs classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use the loss, or choose another method",
+            fix="use the loss, or choose a different method",
         )
 
     def group_counts(self, w: Tensor, ids: Tensor, group: str) -> Tensor:
@@ -146,7 +146,7 @@ class Oracle(ABC):
             ConfigError: the task is not binary, or the groups do not exist.
         """
         raise Refused(
-            "rates of groups need a task with two classes",
+            "group rates need a task with two classes",
             rule="method-needs-classes",
             fix="use the accuracy or the loss instead",
         )
@@ -160,7 +160,7 @@ class Oracle(ABC):
         raise Refused(
             "class counts need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method that needs no class counts",
+            fix="use a method that does not need class counts",
         )
 
     def add_terms_(
@@ -189,9 +189,9 @@ class Oracle(ABC):
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "means by class need classes, but this task has no classes",
+            "class means need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method that needs no class counts",
+            fix="use a method that does not need class counts",
         )
 
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
@@ -201,7 +201,7 @@ class Oracle(ABC):
             ConfigError: the task has no classes.
         """
         raise Refused(
-            "features by class need classes, but this task has no classes",
+            "class features need classes, but this task has no classes",
             rule="method-needs-classes",
-            fix="use a method that needs no class counts",
+            fix="use a method that does not need class counts",
         )

@@ -53,13 +53,13 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
         raise Refused(
             f"{choice} works only for convolutions, because the engine for linear layers uses float32",
             rule="precision-of-linear-layers",
-            fix="leave {engine.precision} out",
+            fix="omit {engine.precision}",
         )
     if not has_bf16(device):
         raise Refused(
             f"{choice}: this processor has no bfloat16 instructions, so bfloat16 would be slower",
             rule="precision-missing",
-            fix="leave {engine.precision} out",
+            fix="omit {engine.precision}",
         )
 
 
@@ -74,11 +74,11 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
         raise Refused(
             f"{choice} works only on GPUs, but engine.device is {device.type!r}",
             rule="precision-missing",
-            fix="leave {engine.precision} out",
+            fix="omit {engine.precision}",
         )
     if dtype is not torch.float32:
         raise Refused(
-            f"{choice} rounds float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
+            f"{choice} rounds float32 values, but engine.dtype is {str(dtype).removeprefix('torch.')!r}",
             rule="precision-of-float64",
             fix="set {engine.dtype = 'float32'}",
         )

@@ -236,7 +236,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
             f"task: loss {name!r} is a sum instead of a mean: {value:.4g} on {len(y)} samples, "
             f"{doubled:.4g} if each sample occurs twice",
             rule="loss-is-a-sum",
-            fix="return the mean over the batch from {task.loss}",
+            fix="make {task.loss} return the mean over the batch",
         )
     return unseeded + [f"loss {name!r}"] * _is_unseeded(task.objective.loss, "loss", outputs, y)
 
@@ -270,7 +270,7 @@ def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
         raise ConfigError(
             f"task: loss {loss.display_name!r} must return one number for a batch, got shape {shape}",
             rule="loss-per-sample",
-            fix="return the mean over the batch from {task.loss}",
+            fix="make {task.loss} return the mean over the batch",
         )
 
 

@@ -125,7 +125,9 @@ def summed(
         argument = map_rows(lambda t: t[i], term.argument)
         values = fn(now.features, now.outputs, y, beside, argument)
         if values.shape != y.shape[:1]:
-            raise ValueError(f"a term must return one number per sample, [{len(y)}], got {[*values.shape]}")
+            raise ValueError(
+                f"a term must return one number per sample, as a tensor of shape [{len(y)}], got {[*values.shape]}"
+            )
         total = total + term.weight[i, 0] * values.sum()
     return total
 
@@ -227,5 +229,5 @@ class TermNetwork(Network):
             raise Refused(
                 f"a term on the representation of this model cannot be computed: {what}",
                 rule="term-on-representation",
-                fix="use another method, or another model",
+                fix="use a different method or a different model",
             )

@@ -90,7 +90,7 @@ class NNM(Value):
             raise ConfigError(
                 f"nnm needs m > f, got m = {m} rows and f = {self.f}",
                 rule="cohort-too-small",
-                fix="leave {aggregator.pre} out, or use more clients per round",
+                fix="omit {aggregator.pre}, or use more clients per round",
             )
         return m
 

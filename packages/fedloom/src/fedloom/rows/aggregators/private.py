@@ -49,8 +49,8 @@ class PrivateMean(Aggregator):
             raise ValueError("delta needs noise: sigma must be greater than 0")
         if self.pre:
             raise ValueError(
-                "private-mean bounds the influence of each client separately, but pre would mix the "
-                "clients first. Leave pre empty"
+                "private-mean bounds the influence of each client separately, but `pre` would mix "
+                "the clients first. Leave `pre` empty"
             )
         return self
 

@@ -153,8 +153,8 @@ class FLTrust(Aggregator):
     def _sees_the_root(self) -> Self:
         if self.pre:
             raise ValueError(
-                "fltrust compares all rows with the row of the trusted client, but pre would change this "
-                "row. Leave pre empty"
+                "fltrust compares all rows with the row of the trusted client, but `pre` would "
+                "change this row. Leave `pre` empty"
             )
         return self
 

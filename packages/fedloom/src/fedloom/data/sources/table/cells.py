@@ -113,8 +113,8 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     """
     if stated is not None:
         return DataError(
-            f"{where}: not text in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). "
-            "Set encoding to the encoding of the file"
+            f"{where} is not encoded in {stated} (byte 0x{rest[0]:02X} at offset {at:,}, line "
+            f"{line:,}). Set encoding to the encoding of the file"
         )
     encoding = "WINDOWS-1252"
     if rest[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) and at == 0:
@@ -122,8 +122,8 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
     elif rest[0] == 0:  # half of a letter in 16 bits
         encoding = "UTF-16LE" if at else "UTF-16BE"
     return DataError(
-        f"{where}: not text in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). Save the "
-        f"file as UTF-8, set encoding = {encoding.lower()!r}, or convert the file: iconv -f "
+        f"{where} is not encoded in UTF-8 (byte 0x{rest[0]:02X} at offset {at:,}, line {line:,}). "
+        f"Save the file as UTF-8, set encoding = {encoding.lower()!r}, or convert the file: iconv -f "
         f"{encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
     )
 
@@ -208,7 +208,7 @@ def csv_rows(
         line = 1 + stream.lines - rest.count(b"\n")
         raise _not_utf8(entry.where, stream.size - len(rest), line, rest, encoding) from None
     except csv.Error as error:
-        raise DataError(f"{entry.where}: not a CSV file ({error}). Check separator and quotes") from error
+        raise DataError(f"{entry.where} is not a CSV file ({error}). Check separator and quotes") from error
     text.detach()
 
 
@@ -250,13 +250,13 @@ class _Lines:
         self.length, self._count = self.length + len(line), self._count + 1
         if "\0" in line:
             raise DataError(
-                f"{self._where}: line {self._count:,} contains a byte 0, which does not occur in "
-                "text. The file is damaged or of a different kind: export the file again"
+                f"{self._where}: line {self._count:,} contains a null byte, which does not occur in "
+                "text. The file is damaged, or is not a text file. Export it again"
             )
         if self.length >= MAX_ROW_CHARACTERS:
             raise DataError(
-                f"{self._where}: contains a row with at least {MAX_ROW_CHARACTERS:,} characters. "
-                "Check separator and quotes, or leave the row out"
+                f"{self._where} contains a row with at least {MAX_ROW_CHARACTERS:,} characters. Check "
+                "separator and quotes, or remove the row"
             )
         if not line:
             raise StopIteration

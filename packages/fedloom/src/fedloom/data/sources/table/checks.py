@@ -54,12 +54,12 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
     counts = Counter(plain)
     if twice := sorted(name for name, same in zip(names, plain, strict=True) if counts[same] > 1 and name != same):
         raise DataError(
-            f"{where}: columns {', '.join(map(repr, twice))} differ from other columns only in blanks. "
-            "Rename one of them"
+            f"{where}: columns {', '.join(map(repr, twice))} differ from other columns only in "
+            "whitespace. Rename one of them"
         )
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise DataError(
-            f"{where}: two columns have the same name, {', '.join(map(repr, twice))}. {capitalize(rename(twice))}"
+            f"{where}: two columns have the same name: {', '.join(map(repr, twice))}. {capitalize(rename(twice))}"
         )
 
 

@@ -71,7 +71,7 @@ class _Reading:
     def __init__(self, spec: TableRoles, name: str, names: list[str], problems: Problems) -> None:
         where = problems.where
         if not names:
-            raise NoSamples(f"{where}: empty. A table needs a header row and rows below it")
+            raise NoSamples(f"{where} is empty. A table needs a header row and rows below it")
         self.spec, self.name, self.problems = spec, name, problems
         agreement = spec.agreement
         self.labels, self.event = spec.outcomes or (names[-1],), spec.targets.get("event")
@@ -100,7 +100,7 @@ class _Reading:
         self.special += [column for column in design.complete if column != design.order]
         if len(names) > MOST_COLUMNS:
             raise DataError(
-                f"{where}: has {len(names):,} columns, but fedloom reads at most {MOST_COLUMNS:,}. "
+                f"{where} has {len(names):,} columns, but fedloom reads at most {MOST_COLUMNS:,}. "
                 "Check the separator, or provide the features as an array (NPZ, or a folder with "
                 "x.npy)"
             )
@@ -213,7 +213,7 @@ class _Reading:
         left_out = self._leave_out()
         sentences = problems.sentences()
         if self.x.size == 0 and not sentences:
-            raise NoSamples(f"{where}: no rows below the header, so the table is empty")
+            raise NoSamples(f"{where} contains no rows below the header, so the table is empty")
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
         for column, (_, named) in coded.items():
             if disguised := direction_in(*named, hidden=True):

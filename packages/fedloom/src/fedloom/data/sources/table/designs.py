@@ -83,9 +83,9 @@ class DesignOptions(FileSource):
         if self.test_levels and self.test_column is None:
             raise ValueError("test_levels are levels of test_column, but test_column is not set. Set test_column")
         if self.test_since is not None and self.order is None and getattr(self, "agreement", None) is None:
-            raise ValueError("test_since needs order, the column with the time of each row. Set order")
+            raise ValueError("`test_since` needs `order`, the column with the time of each row. Set `order`")
         if self.test_since is not None and self.test_column is not None:
-            raise ValueError("test_since and test_column both choose the test part. Leave one of them out")
+            raise ValueError("test_since and test_column both choose the test part. Omit one of them")
         check_roles({name: getattr(self, name, None) for name in ("subject", "order", "test_column", "client_column")})
         return self
 
@@ -124,7 +124,7 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
         if column is not None and column in role_of:
             raise ValueError(
                 f"{role_of[column]} and {role} are both {column!r}, but a column can have only one "
-                "role. Name another column, or leave one of them out"
+                "role. Name a different column, or omit one of them"
             )
         if column is not None:
             role_of[column] = role
@@ -265,7 +265,7 @@ class DesignReading:
             return None
         if not bool(held_out.any()) or bool(held_out.all()):
             some = "every row is a test row" if bool(held_out.any()) else "no row is a test row"
-            raise DataError(f"{what}: {some}. Choose a value that splits the rows, or leave the option out")
+            raise DataError(f"{what}: {some}. Choose a value that splits the rows, or omit the option")
         return held_out
 
     def _marks(self, names: Sequence[str]) -> set[str]:
@@ -285,8 +285,8 @@ class DesignReading:
             )
         if not named and TRAINING_NAME_PATTERN.search(self._marked or ""):
             raise ConfigError(
-                f"test_column: {self._marked!r} has the name of a mark of training rows. List the levels of test "
-                f"rows in test_levels. The column has {shown}"
+                f"test_column: {self._marked!r} has a name that suggests training rows. List the "
+                f"levels of test rows in test_levels. The column has {shown}"
             )
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 

@@ -74,7 +74,7 @@ class LibraryTable(TableSource):
             raise
         except Exception as error:  # libraries raise errors of their own
             detail = f"{type(error).__name__}: {error}".rstrip(".")
-            raise DataError(f"{place}: not a readable {place.suffix} file ({detail}). Write it again") from error
+            raise DataError(f"{place} is not a readable {place.suffix} file ({detail}). Write it again") from error
         yield Raw(place.stem, table.names, table.pieces, Problems(str(place), table.first), table.coded, table.notes)
 
 
@@ -106,7 +106,7 @@ class Excel(LibraryTable):
             with zipfile.ZipFile(place) as archive:
                 check_size(str(place), sum(info.file_size for info in archive.infolist()), place.stat().st_size)
         except DAMAGED_FILE_ERRORS as error:
-            raise DataError(f"{place}: not a readable .xlsx file ({error}). Save it again as .xlsx") from error
+            raise DataError(f"{place} is not a readable .xlsx file ({error}). Save it again as .xlsx") from error
         book = openpyxl.load_workbook(place, read_only=True, data_only=True)
         try:
             rows = [list(row) for row in islice(self._sheet(book, place).iter_rows(values_only=True), self.skip, None)]
@@ -125,11 +125,11 @@ class Excel(LibraryTable):
         names: list[str] = [sheet.title for sheet in book.worksheets]
         shown = ", ".join(map(repr, names))
         if self.sheet is None and len(names) != 1:
-            raise DataError(f"{place}: contains {len(names)} sheets, {shown}. Name one, such as sheet = {names[0]!r}")
+            raise DataError(f"{place} contains {len(names)} sheets: {shown}. Choose one, such as sheet = {names[0]!r}")
         if isinstance(self.sheet, int) and not 1 <= self.sheet <= len(names):
-            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file contains {len(names)} sheets, {shown}")
+            raise ConfigError(f"{place}: sheet = {self.sheet}, but the file contains {len(names)} sheets: {shown}")
         if isinstance(self.sheet, str) and self.sheet not in names:
-            raise ConfigError(f"{place}: no sheet {self.sheet!r}; {nearest(self.sheet, names)}")
+            raise ConfigError(f"{place} has no sheet {self.sheet!r}; {nearest(self.sheet, names)}")
         place_of = names.index(self.sheet) if isinstance(self.sheet, str) else (self.sheet or 1) - 1
         return book.worksheets[place_of]
 
@@ -156,7 +156,7 @@ class Statistics(LibraryTable):
         options |= {"user_missing": True} if reader not in ("read_xport", "read_por") else {}
         if self.catalog is not None:
             if reader != "read_sas7bdat":
-                raise ConfigError(f"{place}: catalog can be used only with a .sas7bdat file. Leave catalog out")
+                raise ConfigError(f"{place}: `catalog` can be used only with a .sas7bdat file. Omit `catalog`")
             catalog = locate("SAS catalog", self.catalog, None, (), lambda p: p.is_file())
             options |= {"catalog_file": str(catalog)}
         columns, facts = getattr(library, reader)(str(place), **options)

@@ -45,17 +45,17 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
         ConfigError: one of these problems occurs.
     """
     if task == "survival" and event is None:
-        raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
+        raise ConfigError(f"{where}: task = 'survival' needs `event`, the column with 1 for an event and 0 for none")
     if task != "survival" and event is not None:
         raise ConfigError(
-            f"{where}: event = {event!r} makes the task survival, but task is {task!r}. Leave one of the two out"
+            f"{where}: event = {event!r} makes the task survival, but task is {task!r}. Omit one of the two"
         )
     if event == label:
         raise ConfigError(f"{where}: {label!r} is both target and event. Set target to the column of times")
     if task in ("survival", "count", "multilabel") and scaled:
         raise ConfigError(
-            f"{where}: centre and unit can be used only for a regression, but the task is {task}. Leave "
-            "centre and unit out"
+            f"{where}: `centre` and `unit` can be used only for a regression, but the task is {task}. "
+            "Omit `centre` and `unit`"
         )
 
 

@@ -69,7 +69,7 @@ def _dimensions(values: Mapping[str, Any], where: str, prefix: str = "") -> Iter
         else:
             distinct = [value for k, value in enumerate(choices) if value not in choices[:k]]
             if len(distinct) < len(choices):
-                raise ConfigError(f"{where}: [grid] {key} must contain every value once, got {choices!r:.80}")
+                raise ConfigError(f"{where}: [grid] {key} must contain every value only once, got {choices!r:.80}")
             yield key, choices
 
 
@@ -90,9 +90,9 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
         return
     if name.partition(".")[0] in (*Setting.tables(), "data", "partition", "seeds", "seed"):
         raise ConfigError(
-            f"{where}: [grid] {key} is the same for all methods of an experiment. A grid varies only "
-            f"options of methods and {', '.join(Setting.per_method)}. Write a file for each value, or "
-            "use --set and --out"
+            f"{where}: [grid] cannot vary {key}, because all methods of an experiment share this key. "
+            f"A grid can vary only method options and {', '.join(Setting.per_method)}. Write a "
+            "separate file for each value, or use --set and --out"
         )
     raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
 

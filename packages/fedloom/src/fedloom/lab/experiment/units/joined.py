@@ -93,7 +93,8 @@ class JoinedWork:
             ended = [*pool.map(handle, None, range(runs), interrupted)]
         if interrupted() or not all(ended):
             raise RunStopped(
-                Stop.INTERRUPTED, "other processes that joined still work. The same command joins them again"
+                Stop.INTERRUPTED,
+                "other processes that joined are still running. Run the same command to join them again",
             )
 
     def finish(self, write: Callable[[], object]) -> None:
@@ -193,5 +194,7 @@ class JoinedWork:
 
 def _wait(interrupted: Callable[[], bool]) -> None:
     if interrupted():
-        raise RunStopped(Stop.INTERRUPTED, "other processes that joined still work. The same command joins them again")
+        raise RunStopped(
+            Stop.INTERRUPTED, "other processes that joined are still running. Run the same command to join them again"
+        )
     time.sleep(PAUSE_SECONDS)

@@ -61,7 +61,9 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
         raise RunDirError(f"{out} is not empty. Name a new folder for the merged runs")
     whole_paths = [folder.resolve() for folder in folders]
     if twice := next((f for k, f in enumerate(folders) if whole_paths[k] in whole_paths[:k]), None):
-        raise RunDirError(f"{twice} is the same directory as another one of the call. Name every directory once")
+        raise RunDirError(
+            f"{twice} is the same directory as another argument of the call. Name every directory only once"
+        )
     documents = {folder: _document(folder) for folder in folders}
     first = next(iter(documents.values()))
     for folder, document in documents.items():

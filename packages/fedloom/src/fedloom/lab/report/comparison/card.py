@@ -55,7 +55,7 @@ def check_card(out: Path) -> None:
     """
     if out.exists():
         raise ConfigError(
-            f"{out} already exists and may contain text that people wrote. Move this file, then write the card again"
+            f"{out} already exists and may contain text written by people. Move this file, then write the card again"
         )
 
     def owns(place: Path) -> bool:

@@ -81,7 +81,7 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
         points = draw_points(run_of(runs, row), row, name, x)
         rows += [{**point, "method": labels[row]} for point in points if point["seed"] is None]
     if not rows:
-        raise ConfigError(f"curves: no method has {name!r} {CURVE_AXES[x][0]}. Choose another metric or axis")
+        raise ConfigError(f"curves: no method has {name!r} {CURVE_AXES[x][0]}. Choose a different metric or axis")
     shown = titled(metric(name))
     place = {"x": kit.number("x", CURVE_AXES[x][1]), "y": kit.number("value", shown), "color": _tint(labels.order)}
     ends = {**place, "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
@@ -111,7 +111,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
             point = Estimate(by_seed).points()[0]  # in the metric's units already
             rows.append({**point, "client": sites[client], "method": labels[row]})
     if not rows:
-        raise ConfigError(f"clients: no client has {name!r}. Choose another metric")
+        raise ConfigError(f"clients: no client has the metric {name!r}. Choose a different metric")
     shown, order = titled(metric(name)), [sites[client] for client in sorted(sites)]
     y = kit.nominal_channel("client", order, None, axis={"labelOverlap": False})
     place = {"y": y, "yOffset": {"field": "method", "sort": labels.order}}
