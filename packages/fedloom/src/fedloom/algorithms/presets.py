@@ -1,4 +1,4 @@
-"""Presets, which are combinations from papers of an algorithm with a sampler, a weigher or pooled data."""
+"""Presets: combinations, published in papers, of an algorithm with a sampler, a weigher or pooled data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.hints import unknown
 
 
 class PresetMethod(NamedTuple):
-    """Combination of parts that a preset stands for. If a part is None, the choice made in the experiment is used."""
+    """Combination of parts for which a preset stands. If a part is None, the one chosen in the experiment is used."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -28,7 +28,7 @@ class Preset:
 
     Attributes:
         card: text that describes the preset, with its reference and its deviations from the paper. ``fedloom describe``
-            shows this text.
+            prints this text.
         algorithm: algorithm of the preset.
         sampler: sampler of the preset, or None.
         weigher: weigher of the preset, or None.
@@ -51,12 +51,12 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options of the preset by name, with the field that defines each option in its part."""
+        """All options of the preset by name, with the field that defines each option in its component."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
     @property
     def paper(self) -> Mapping[str, Any]:
-        """Values from the paper for those options whose default differs."""
+        """Values in the paper for the options whose default is different."""
         return self.algorithm.paper
 
     @property
@@ -65,13 +65,13 @@ class Preset:
         return self.algorithm.released
 
     def makes(self, composition: PresetMethod) -> bool:
-        """Return True if a combination consists of the parts of this preset."""
+        """Return True if the parts in a combination are the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
 
     def __call__(self, **options: Any) -> PresetMethod:
-        """Return the combination of parts, with some options replaced.
+        """Return the combination of parts after replacing some options.
 
         Raises:
             ConfigError: none of the parts has this option, or the value is out of range.
@@ -102,7 +102,7 @@ Kept by a client: nothing. Sent: the data, once; counted as the model's d down a
 Deviations: the method is FedAvg with one client that holds the training data of all clients. Steps and samples are
 counted for this client.
 
-Use it to see how much accuracy heterogeneity costs. It is not federated.
+Use this method to see how much accuracy heterogeneity costs. It is not federated.
 """,
     FedAvg,
     pooled=True,
@@ -136,9 +136,9 @@ Attackers: activations under a forged model differ from all other activations, s
 clusters, the weight of a forged model is n/(C |cluster|) times its weight in FedAvg, for example 2.5 times for one of
 five clients if C is 2. A robust aggregator does not use these weights.
 
-Use it if groups of clients of unequal size should be served equally well. With one cluster, it is FedProx. If every
-client has only one class, a cluster may contain few classes and another cluster many. Both have the same weight, so the
-model may not learn the classes of the larger cluster.
+Use this method if groups of clients of unequal size should be served equally well. With one cluster, it is FedProx. If
+every client has only one class, a cluster may contain few classes and another cluster many. Both have the same weight,
+so the model may not learn the classes of the larger cluster.
 """,
     FedProx,
     weigher=EquitableWeigher,
@@ -167,7 +167,8 @@ Deviations: a client that is drawn from two distributions trains once and counts
 it is the cohort size of the run's sampler. If all clients participate with equal probabilities, the sampler draws no
 client, and a warning is issued.
 
-Use it for cohorts that represent all clients with less variance than cohorts drawn by size. The mean stays unbiased.
+Use this method for cohorts that represent all clients with less variance than cohorts drawn by size. The mean stays
+unbiased.
 """,
     FedAvg,
     sampler=Clustered,
@@ -193,7 +194,8 @@ down to every candidate and one loss up. The server receives each client's loss.
 Deviations: rpow-d stores the loss of a client's trained model on its last mini-batch. If the cohort size is not set, it
 is the cohort size of the run's sampler. If all clients participate, the sampler has no choice, and a warning is issued.
 
-Use it to train faster by choosing clients with large losses. The limit of the training is biased towards these clients.
+Use this method to train faster by choosing clients with large losses. The limit of the training is biased towards these
+clients.
 """,
     FedAvg,
     sampler=PowerOfChoice,
@@ -226,7 +228,7 @@ run, and no client loses its whole weight. A larger step reinforces itself, beca
 further behind. If gaps are small, a run hardly differs from FedAvg. With the accuracy instead of a metric of groups,
 the method does not help the worst clients, because their accuracy is far from the mean.
 
-Use it as a baseline for client weighting. With beta = 0, it is FedAvg with weights by samples.
+Use this method as a baseline for client weighting. With beta = 0, it is FedAvg with weights by samples.
 """,
     FedAvg,
     weigher=FairFedWeigher,
