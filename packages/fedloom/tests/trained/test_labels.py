@@ -222,7 +222,9 @@ def test_a_run_its_predictions_and_its_exports_agree(tmp_path: Path, monkeypatch
     assert "AUROC, mean over labels" in run("run", "labels.toml", "--out", "out")
     gains = pd.read_csv("out/report/sites-by-patient.csv").set_index("site")
     stored = pd.read_parquet("out/predictions.parquet")
-    for side, method, model in (("alone", "local", "personal"), ("together", "ditto", "personal")):
+    chosen = pd.read_csv("out/report/sites.csv").iloc[0]
+    models = {"alone": ("local", "personal"), "together": (chosen.together_method, chosen.together_model)}
+    for side, (method, model) in models.items():
         some = stored[(stored.method == method) & (stored.model == model)]
         areas = [roc_auc_score(some[f"target {k}"], some[f"prediction {k}"]) for k in range(3)]
         assert gains.loc["All", side] == pytest.approx(np.mean(areas))
