@@ -236,7 +236,11 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
                 the global model.
         """
         scores = self._scores(X, groups)
-        return (scores >= 0.5).astype(self._label_type) if self.multilabel_ else np.asarray(self.classes_[scores.argmax(1)])
+        return (
+            (scores >= 0.5).astype(self._label_type)
+            if self.multilabel_
+            else np.asarray(self.classes_[scores.argmax(1)])
+        )
 
     def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
         """Return predicted probabilities ``[N, C]``, with the classes in the order of ``classes_``, or of labels ``[N, k]``.

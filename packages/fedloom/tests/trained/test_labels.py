@@ -122,7 +122,9 @@ def test_weighted_labels_give_the_gradient_of_the_loss_with_pos_weight(engine: s
     y[:40, 1] = np.where(y[:40, 1] < 0, -1, 1)  # the first client has the label in all rows
     data = fl.Dataset.create(x, y, task="multilabel", classes=NAMES, clients=np.repeat([0, 1, 2], [40, 77, 123]))
     fed = fl.partitions.natural(test=0.0)(data, seed=0).to(dtype=torch.float64)
-    oracle = make_oracle(MLP(hidden=(5,)).build((4,), 3, seed=1), task_of(data, Objective(class_weights=weights)), fed, engine)
+    oracle = make_oracle(
+        MLP(hidden=(5,)).build((4,), 3, seed=1), task_of(data, Objective(class_weights=weights)), fed, engine
+    )
     work = Work(oracle, torch.arange(3), torch.full((3, 1), 1 / 3), LocalSGD(batch_size="full"), seed=0)
     rows = oracle.layout.vector(oracle.module).double().expand(3, -1).contiguous()
     found, losses = work.full_grad(rows), work.loss(rows)

@@ -182,7 +182,9 @@ class Draft:
         for label in self._labels:
             self._say(label, f"1 if the label is present: {int(np.nansum(label.values))} of {len(label.present)} rows")
             if label.missing:
-                self._say(label, f"unknown in {label.missing} of {self._survey.rows} rows, which train the other labels")
+                self._say(
+                    label, f"unknown in {label.missing} of {self._survey.rows} rows, which train the other labels"
+                )
 
     def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
         """Add a question about classes that may stand for missing cells or for a row of totals."""
