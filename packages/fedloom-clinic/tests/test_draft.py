@@ -450,7 +450,7 @@ def test_another_unit_at_a_site_is_proposed_in_a_comment(tmp_path: Path) -> None
 
 
 def test_several_targets_are_drafted_as_labels(tmp_path: Path) -> None:
-    """Rows of the draft are those that some label and a site have, and a column that is one label in disguise is out."""
+    """Rows of the draft are those that some label and a site have, and a column equal to a label is out."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 3))
     y = (x @ rng.normal(size=(3, 3)) > 0.2).astype(float)

@@ -243,7 +243,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         )
 
     def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return predicted probabilities ``[N, C]``, with the classes in the order of ``classes_``, or of labels ``[N, k]``.
+        """Return predicted probabilities of classes ``[N, C]``, in the order of ``classes_``, or of labels ``[N, k]``.
 
         The arguments are those of `predict`.
         """

@@ -359,4 +359,4 @@ def test_a_table_of_sas_has_its_numbers_dates_labels_and_codes_of_missing_values
     with pytest.raises(DataError, match="numbers.sas7bdat is not a readable SAS catalog"):
         fl.load(sas / "labels.sas7bdat", catalog=str(sas / "numbers.sas7bdat"), **keys)
     keys = {"target": "var9", "impute": True, "catalog": str(sas / "labels.sas7bcat")}
-    assert any("has the formats $A, $B" in note for note in fl.load(sas / "codes.sas7bdat", **keys).notes)
+    assert any("has formats $A, $B" in note for note in fl.load(sas / "codes.sas7bdat", **keys).notes)

@@ -212,7 +212,8 @@ def test_a_run_its_predictions_and_its_exports_agree(tmp_path: Path, monkeypatch
     Path("labels.toml").write_text(
         'rounds = 6\nseeds = [0]\nmodel = { kind = "mlp", hidden = [8] }\n[local]\nlr = 0.5\n[data]\nsource = "t.csv"\n'
         f'task = "multilabel"\ntarget = {NAMES}\nclient_column = "site"\n[partition]\nkind = "natural"\n[task]\n'
-        'metrics = ["label_auroc", "exact_match"]\n[[method]]\nalgorithm = "fedavg"\n[[method]]\nalgorithm = "ditto"\n[[method]]\nalgorithm = "local"\n'
+        'metrics = ["label_auroc", "exact_match"]\n[[method]]\nalgorithm = "fedavg"\n[[method]]\nalgorithm = "ditto"\n'
+        '[[method]]\nalgorithm = "local"\n'
         '[[analysis]]\nkind = "predictions"\n[[analysis]]\nkind = "groups"\nby = ["site"]\n'
     )
 

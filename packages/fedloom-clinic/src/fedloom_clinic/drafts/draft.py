@@ -85,14 +85,14 @@ class Draft:
             raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
         several = outcomes.labels(survey, targets, event) if len(targets) > 1 else ()
-        first = targets[0] if targets else None
-        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, first, event)
+        given = targets[0] if targets else None
+        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, given, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
         self._labels = several
         if several:
             self._take_labels()
         elif outcome.target is not None:
-            self._take_target(outcome.target, first is not None, outcome.alternatives)
+            self._take_target(outcome.target, given is not None, outcome.alternatives)
         else:
             self.questions.append(outcome.question)
             self.report.append(f"target: not clear: {outcome.question}")

@@ -169,7 +169,7 @@ class Statistics(LibraryTable):
             value_labels = {name: formats[used[name]] for name in columns if used.get(name) in formats}
             if not value_labels:
                 notes.append(
-                    f"catalog {self.catalog} has the formats {', '.join(formats) or 'none'}, but the columns of {place} "
+                    f"catalog {self.catalog} has formats {', '.join(formats) or 'none'}, but the columns of {place} "
                     f"use {', '.join(sorted(set(used.values()))) or 'none'}, so no column has value labels"
                 )
         for name, cells in columns.items():
@@ -186,7 +186,7 @@ class Statistics(LibraryTable):
 
 
 def _read_catalog(library: Any, path: str) -> Mapping[str, Mapping[Any, str]]:
-    """Return the value labels in a SAS catalog, keyed by format.
+    """Return the value labels in a SAS catalog, by format.
 
     Raises:
         DataError: the file is not a SAS catalog.
