@@ -102,7 +102,7 @@ Kept by a client: nothing. Sent: the data, once; counted as the model's d down a
 Deviations: the method is FedAvg with one client that holds the training data of all clients. Steps and samples are
 counted for this client.
 
-Use this method to see how much accuracy heterogeneity costs. It is not federated.
+Use it to see how much accuracy heterogeneity costs. It is not federated.
 """,
     FedAvg,
     pooled=True,
@@ -136,9 +136,9 @@ Attackers: activations under a forged model differ from all other activations, s
 clusters, the weight of a forged model is n/(C |cluster|) times its weight in FedAvg, for example 2.5 times for one of
 five clients if C is 2. A robust aggregator does not use these weights.
 
-Use this method if groups of clients of unequal size should be served equally well. With one cluster, it is FedProx. If
-every client has only one class, a cluster may contain few classes and another cluster many. Both have the same weight,
-so the model may not learn the classes of the larger cluster.
+Use it if groups of clients of unequal size should be served equally well. With one cluster, it is FedProx. If every
+client has only one class, a cluster may contain few classes and another cluster many. Both have the same weight, so the
+model may not learn the classes of the larger cluster.
 """,
     FedProx,
     weigher=EquitableWeigher,
@@ -167,8 +167,7 @@ Deviations: a client that is drawn from two distributions trains once and counts
 it is the cohort size of the run's sampler. If all clients participate with equal probabilities, the sampler draws no
 client, and a warning is issued.
 
-Use this method for cohorts that represent all clients with less variance than cohorts drawn by size. The mean stays
-unbiased.
+Use it for cohorts that represent all clients with less variance than cohorts drawn by size. The mean stays unbiased.
 """,
     FedAvg,
     sampler=Clustered,
@@ -194,8 +193,7 @@ down to every candidate and one loss up. The server receives each client's loss.
 Deviations: rpow-d stores the loss of a client's trained model on its last mini-batch. If the cohort size is not set, it
 is the cohort size of the run's sampler. If all clients participate, the sampler has no choice, and a warning is issued.
 
-Use this method to train faster by choosing clients with large losses. The limit of the training is biased towards these
-clients.
+Use it to train faster by choosing clients with large losses. The limit of the training is biased towards these clients.
 """,
     FedAvg,
     sampler=PowerOfChoice,
@@ -228,7 +226,7 @@ run, and no client loses its whole weight. A larger step reinforces itself, beca
 further behind. If gaps are small, a run hardly differs from FedAvg. With the accuracy instead of a metric of groups,
 the method does not help the worst clients, because their accuracy is far from the mean.
 
-Use this method as a baseline for client weighting. With beta = 0, it is FedAvg with weights by samples.
+Use it as a baseline for client weighting. With beta = 0, it is FedAvg with weights by samples.
 """,
     FedAvg,
     weigher=FairFedWeigher,
