@@ -114,9 +114,19 @@ class Secure(Value):
         "the threshold)",
     )
 
+    verify: bool = Field(
+        False,
+        description="whether every site opens the sums itself, replays the server's steps, and trains and scores only "
+        "models that it has computed from these sums",
+    )
+
     @model_validator(mode="after")
     def _majority(self) -> Secure:
         n = len(self.keys)
+        if self.verify and self.scores != "masked":
+            raise ValueError(
+                f"verify needs scores = 'masked', got {self.scores!r}, with which sites receive models outside the sums"
+            )
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
         if not min_threshold(n) <= self.threshold <= n:
@@ -184,6 +194,11 @@ class Shared(Value):
     def survivors(self) -> int | None:
         """Minimum number of sites in a sum under secure aggregation. None without it."""
         return None if self.secure is None else self.secure.threshold
+
+    @property
+    def verifies(self) -> bool:
+        """True if every site opens the masked sums itself."""
+        return self.secure is not None and self.secure.verify
 
     @property
     def digest(self) -> str:
