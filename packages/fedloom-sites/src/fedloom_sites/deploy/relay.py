@@ -30,7 +30,7 @@ from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Broken, Integers, Session
 from fedloom_sites.deploy.secure.terms import Terms, read_terms
-from fedloom_sites.deploy.settings import Secure, Shared
+from fedloom_sites.deploy.settings import Secure, Server, Shared
 
 LINKS_FILE = "links.json"
 RECORD_PARTS = ("terms", "adverts", "signed", "vectors", "shares")
@@ -159,14 +159,13 @@ class Relays:
     A record is kept until every site has opened the sum. The newest record is always kept.
 
     Args:
-        folder: folder with the checkpoints.
-        agreed: agreed settings.
+        settings: settings of the server.
         length: length of an upload.
     """
 
-    def __init__(self, folder: Path, agreed: Shared, length: int) -> None:
-        self._folder, self._length, self._first = folder / "relayed", length, first_link(agreed)
-        self._clients, self._known = agreed.clients, dict[int, set[int]]()
+    def __init__(self, settings: Server, length: int) -> None:
+        self._folder, self._length, self._first = settings.checkpoints / "relayed", length, first_link(settings)
+        self._members, self._known = len(settings.sites), dict[int, set[int]]()
         links = (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"]
         self._links = {int(t): bytes.fromhex(link) for t, link in links.items()}
 
@@ -218,7 +217,7 @@ class Relays:
         if link != self._links[t]:
             return False
         self._known.setdefault(t, set()).add(client)
-        done = [r for r, known in self._known.items() if len(known) == self._clients and r < max(self._links)]
+        done = [r for r, known in self._known.items() if len(known) == self._members and r < max(self._links)]
         discard(*(self._path(r, kind) for r in done for kind in ("vectors", "shares")))
         return True
 

@@ -137,7 +137,7 @@ class ModelReplay:
             Broken: the sum does not continue this site's chain, or a part of it is wrong.
             WireError: the arrays cannot be read.
         """
-        with self._watch(f"round {round}"):
+        with self.watch(f"round {round}"):
             links = self._links()
             if round in links:
                 return bytes.fromhex(links[round])
@@ -172,7 +172,7 @@ class ModelReplay:
         links = self._links()
         known = [first_link(self._site).hex(), *(links[t] for t in sorted(links))][-2:]
         if link.hex() not in known:
-            with self._watch("a new session"):
+            with self.watch("a new session"):
                 raise Broken(
                     "the server asks about sums that this site has not opened. This site has opened the sums up to "
                     f"round {max(links, default=0)}. Restore the server's newest checkpoints or this site's folder, "
@@ -219,6 +219,15 @@ class ModelReplay:
 
             self._compare(place, [*models], own_models, read)
         return own, own_models
+
+    @contextmanager
+    def watch(self, place: str) -> Iterator[None]:
+        """Raise an alarm about an error in the server's messages."""
+        try:
+            yield
+        except (Broken, WireError) as error:
+            self._raise_alarm(f"{place}: {error}")
+            raise
 
     # ------------------------------------------------------------------------------------------------------- inside
 
@@ -287,15 +296,6 @@ class ModelReplay:
                 f"{place}: the model that the server sent differs from the model that follows from the opened sums. "
                 "This site uses only the model that it computed itself"
             )
-
-    @contextmanager
-    def _watch(self, place: str) -> Iterator[None]:
-        """Raise an alarm about an error in the server's messages."""
-        try:
-            yield
-        except (Broken, WireError) as error:
-            self._raise_alarm(f"{place}: {error}")
-            raise
 
     def _raise_alarm(self, reason: str) -> None:
         self._log(f"ALARM: {reason}")

@@ -313,8 +313,8 @@ class SessionMember:
                 self._check_counters(record, [*signed], counted, openers)
             arrived = self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived)).hex()
-            named = {key: record[key] for key in ("name", "link") if key in record}
-            record = {**named, REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
+            record = {key: value for key, value in record.items() if key in ("name", "link")}
+            record |= {REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
         self._store_once(record, "survivors", survivors)
         return self._bytes(record, REVEALED_ENTRY)
@@ -421,7 +421,15 @@ class SessionMember:
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)
-        secure.check_adverts(name, adverts, self._public)
+        try:
+            secure.check_adverts(name, adverts, self._public)
+        except Broken as error:
+            if "link" not in record:
+                raise
+            raise Broken(
+                f"{error}. The site has opened other sums than this site, because the server or a site has shown them "
+                "different vectors, or the server has changed the keys"
+            ) from None
         if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
             raise Broken("this site's own keys are missing, or are not the keys that the site advertised")
         if len(adverts) < self._agreed.threshold:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -107,7 +108,8 @@ class MaskedAnswers:
                 raise WireError(f"expected {fewest} to {most} arrays, got {len(arrays)}")
             if kind == "keys" and linked:
                 self._replay.check_link(arrays[0])
-            return {}, [steps[kind](head["round"], head["session"], *arrays)], None
+            with self._replay.watch("a new session") if kind == "shares" and linked else nullcontext():
+                return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
         """Return how many masked numbers the arrays of the newest answer contain, including its counters.

@@ -259,10 +259,10 @@ class MaskedSites(Sites):
         if not self._agreed.verify:
             return
         sizes, limit = self._transport.sizes, self._settings.message_limit
-        if without := [m.site for c, m in self._transport.members.items() if not bool(sizes[c, 0])]:
+        if without := (sizes[:, 0] == 0).nonzero().flatten().tolist():
             raise Refused(
-                f"with verify, every site needs training samples, but {', '.join(sorted(without))} has none. Leave the "
-                "site out of the agreement, or omit verify in the table secure"
+                f"with verify, every site needs training samples, but client {without[0]} has none. Leave the site out "
+                "of the agreement, or omit verify in the table secure"
             )
         longest = len(sizes) * (8 * (self._uploads.length + self._figures.length) + SIGNATURE_BYTES)
         if longest > limit:

@@ -87,7 +87,7 @@ class SecureSums:
         self._changes_path = settings.checkpoints / "summed-sites.json"
         agreed = settings.secure
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
-        self._relays = Relays(settings.checkpoints, settings, length) if agreed.verify else None
+        self._relays = Relays(settings, length) if agreed.verify else None
 
     def link(self, t: int) -> bytes:
         """Return the link of the chain of opened sums after round ``t``, or empty bytes if sites do not verify sums."""
