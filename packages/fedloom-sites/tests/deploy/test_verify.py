@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -12,19 +13,25 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from fedloom.errors import Stop
+from fedloom.data import Federation
+from fedloom.errors import ConfigError, Refused, Stop
 from fedloom_sites.deploy import relay
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
+from fedloom_sites.deploy.ops.plan import plan
 from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import sites as server_sites
 from fedloom_sites.deploy.secure import sums
-from fedloom_sites.deploy.secure.member import SessionMember
+from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken
 from fedloom_sites.deploy.secure.terms import read_terms
 from fedloom_sites.deploy.server import run as server_run
+from fedloom_sites.deploy.settings import Secure, Site
+from fedloom_sites.deploy.site.client import Client
+from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.deploy.site.state import models
 from tests.deploy.scene import FIRST, Scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, secured
@@ -48,6 +55,11 @@ def check_equal(one: Scene, other: Scene) -> None:
     """Two runs have the same models at the server and at every site, bit for bit."""
     for mine, theirs in zip(rows_of(one), rows_of(other), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def blank(site: Site) -> Federation:
+    """No samples at a site."""
+    return federation_of(site.samples, torch.zeros(site.clients, 3, dtype=torch.long))
 
 
 def alarms_of(here: Scene, c: int) -> list[str]:
@@ -176,6 +188,7 @@ def test_every_site_detects_a_server_that_cheats(
         check_equal(honest, verified)
     else:
         assert stop is Stop.TOO_FEW
+        assert any(CHEATS[cheat] in x["reason"] for x in verified.audit("rejected"))  # no code with samples wrote it
 
 
 @pytest.fixture(scope="module")
@@ -234,14 +247,16 @@ class Killed(BaseException):
     """The server's process ends."""
 
 
+def kill(node: int, message: Message, reply: Message, *, stop: tuple[str, int, int]) -> Message:
+    """End the server at the reply of a client to a message of a kind and round."""
+    if (kind_of(message), int(message.content["head"]["round"]), node - FIRST) == stop:
+        raise Killed
+    return reply
+
+
 def test_a_server_that_is_killed_goes_on(tmp_path: Path, honest: Scene) -> None:
     """Killed before and after each kind of message of round 2, server and sites continue with the same bits."""
     here = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT)
-
-    def kill(node: int, message: Message, reply: Message, *, stop: tuple[str, int, int]) -> Message:
-        if (kind_of(message), int(message.content["head"]["round"]), node - FIRST) == stop:
-            raise Killed
-        return reply
 
     for kind, t in (("relay", 1), ("keys", 2), ("masked", 2), ("count", 2), ("unmask", 2)):
         for client in (1, 4):
@@ -274,3 +289,48 @@ def test_a_site_that_was_away_replays_the_missing_rounds(tmp_path: Path) -> None
     assert len(verified.audit("other sites")) == len(plain.audit("other sites")) == 2
     check_equal(plain, verified)
     assert not any(alarms_of(verified, c) for c in range(5))
+
+
+def test_a_site_that_has_lost_its_chain_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    here = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT)
+    with pytest.raises(Killed):
+        here.serve(here.grid(partial(kill, stop=("masked", 3, 1))))
+    shutil.rmtree(here.sites[0].folder / "verified")
+    assert here.serve() is Stop.DONE
+    assert any("Restore the site's folder" in x["reason"] for x in here.audit("rejected", site="site-0"))
+    [line] = here.audit("other sites")
+    assert "without site-0" in line["reason"]
+
+
+def test_what_cannot_be_verified_is_refused_before_the_first_round(tmp_path: Path) -> None:
+    noisy = secured(tmp_path, "fedavg", aggregator={"kind": "private-mean", "clip": 1.0, "sigma": 1.0, "delta": 1e-5})
+    setting = noisy.experiment.methods[0].setting
+    check_maskable(setting)
+    with pytest.raises(Refused, match="with a delta") as caught:
+        check_maskable(setting, verify=True)
+    assert caught.value.rule == "verify-needs-scores"
+    agreed = noisy.server.secure
+    assert agreed is not None
+    with pytest.raises(ValidationError, match="verify needs scores = 'masked'"):
+        Secure.model_validate(agreed.model_dump() | {"scores": "per-site", "verify": True})
+    site = noisy.sites[0].model_dump() | {"secure": agreed.with_(verify=True), "epsilon": 1.0}
+    with pytest.raises(ValidationError, match="epsilon needs uploads with noise"):
+        Site.model_validate(site)
+    with pytest.raises(ConfigError, match="--verify needs secure aggregation"):
+        plan(noisy.experiment, verify=True)
+    idle = secured(tmp_path / "idle", "fedavg", agreed=VERIFIED, **SHORT)
+    with pytest.raises(Refused, match="every site needs training samples, but client 2 has none"):
+        idle.serve(idle.grid(clients=[Client(s, None if s.client != 2 else blank(s)) for s in idle.sites]))
+    small = secured(tmp_path / "small", "fedavg", agreed=VERIFIED, **SHORT)
+    with pytest.raises(Refused, match="Raise message_limit"):
+        small.serve(message_limit=20_000)
+    assert not small.audit("accepted", kind="keys")
+
+
+def test_experiments_with_the_same_initial_model_have_the_same_first_link(tmp_path: Path) -> None:
+    """So all sums for this model cover the same sites, as without verify."""
+    one, other = secured(tmp_path / "one", "fedavg"), secured(tmp_path / "other", "fedprox", name="other", rounds=9)
+    third = secured(tmp_path / "third", "fedavg", seeds=[1])
+    links = [relay.first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
+    assert one.server.fingerprint != other.server.fingerprint
+    assert links[0] == links[1] != links[2]

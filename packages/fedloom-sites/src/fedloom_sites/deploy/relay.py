@@ -1,7 +1,7 @@
 """Relayed sums: all messages of a round from which every site opens the sum of the uploads itself, as exact integers.
 
-If the agreement sets ``verify``, a round's sum extends a chain. The first link is the digest of the experiment, which
-contains the seed, and of the agreed initial model. Every further link is the digest of the previous link and of the
+If the agreement sets ``verify``, a round's sum extends a chain. The first link is the digest of everything from which
+the initial model is computed, such as the seed. Every further link is the digest of the previous link and of the
 opened sum. A link therefore determines the state of the server, except for rounding errors. The terms of a session
 contain the link instead of digests of models, and the session's name contains it, too: every site signs the link, and
 sites with different links have no common session.
@@ -21,6 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from safetensors.torch import load_file
 
+from fedloom.engine import Setting
 from fedloom.errors import CheckpointError, LayoutError, WireError
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
@@ -52,9 +53,14 @@ class RelayedSum(NamedTuple):
     total: Integers
 
 
-def first_link(agreed: Shared) -> bytes:
-    """Return the first link of the chain: the digest of the experiment and of the agreed initial model."""
-    return hashlib.sha256(f"fedloom first model\n{agreed.fingerprint}\n{agreed.start or ''}".encode()).digest()
+def first_link(agreed: Shared, setting: Setting) -> bytes:
+    """Return the first link of the chain, which is the same for all experiments with the same initial model.
+
+    The digest of the model's numbers is not used, because they may differ between processors.
+    """
+    model = setting.model.model_dump(mode="json", exclude={"init_from"})
+    facts = [model, setting.seed, str(setting.engine.dtype), agreed.samples.shape, agreed.samples.outputs, agreed.start]
+    return hashlib.sha256(b"fedloom first model\n" + json.dumps(facts, sort_keys=True).encode()).digest()
 
 
 def next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
@@ -76,7 +82,7 @@ def signed_vector(bound: bytes, vector: bytes) -> bytes:
 
 
 def open_relayed(
-    agreed: Secure, agreement: bytes, public: Mapping[int, Ed25519PublicKey], round: int, nonce: bytes,
+    agreed: Secure, agreement: bytes, public: Mapping[int, Ed25519PublicKey], round: int, nonce: bytes, before: bytes,
     parts: Sequence[bytes],
 ) -> RelayedSum:  # fmt: skip
     """Check all messages of a round, and return the sum that they open.
@@ -87,6 +93,7 @@ def open_relayed(
         public: verification keys of all sites.
         round: round of the sum.
         nonce: nonce of the session.
+        before: newest link of the site's chain.
         parts: arrays of the record, in the order of `RECORD_PARTS`.
 
     Raises:
@@ -98,7 +105,13 @@ def open_relayed(
     terms, adverts = read_terms(parts[0]), secure.read_adverts(parts[1])
     if (terms.round, terms.trains) != (round, True):
         raise Broken(f"the relayed sum belongs to round {terms.round}, but the message belongs to round {round}")
-    name = secure.session_name(agreement, round, nonce, bytes.fromhex(terms.download))
+    if terms.download != before.hex():
+        raise Broken(
+            f"the relayed sum of round {round} does not continue the sums that this site has opened. The server has "
+            "left out, replaced or repeated a round, or this site has lost its folder. Restore the site's folder from "
+            "a copy, or continue without this site"
+        )
+    name = secure.session_name(agreement, round, nonce, before)
     secure.check_adverts(name, adverts, public)
     session = secure.session_of(name, agreed.threshold, adverts)
     signed, answers = secure.split_parts(parts[2], SIGNATURE_BYTES), _read_answers(parts[4], session)
@@ -160,11 +173,13 @@ class Relays:
 
     Args:
         settings: settings of the server.
+        setting: the run.
         length: length of an upload.
     """
 
-    def __init__(self, settings: Server, length: int) -> None:
-        self._folder, self._length, self._first = settings.checkpoints / "relayed", length, first_link(settings)
+    def __init__(self, settings: Server, setting: Setting, length: int) -> None:
+        self._folder, self._length = settings.checkpoints / "relayed", length
+        self._first = first_link(settings, setting)
         self._members, self._known = len(settings.sites), dict[int, set[int]]()
         links = (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"]
         self._links = {int(t): bytes.fromhex(link) for t, link in links.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +142,11 @@ class ModelReplay:
             links = self._links()
             if round in links:
                 return bytes.fromhex(links[round])
-            before = self._newest(links)
-            opened = open_relayed(self._agreed, self._agreement, self._public, round, nonce, parts)
-            if opened.terms.download != before or round < max(links, default=0):
-                raise Broken(
-                    f"the sum of round {round} does not continue the sums that this site has opened, the newest of "
-                    f"round {max(links, default=0)}. The server has left out, replaced or repeated a round, or this "
-                    "site has lost its folder. Restore the site's folder, or continue without this site"
-                )
+            before = bytes.fromhex(links[max(links)] if links else self._first)
+            opened = open_relayed(self._agreed, self._agreement, self._public, round, nonce, before, parts)
             _, _, _, _, form = self._make(opened.terms.sizes)
-            state = self._step(self._state(before, opened.terms.sizes), opened)
-            link = next_link(bytes.fromhex(before), opened, form.length)
+            state = self._step(self._state(before.hex(), opened.terms.sizes), opened)
+            link = next_link(before, opened, form.length)
             make_folder(self._folder, mode=0o700)
             save_tensors(self._path(round), state.tensors(), {"round": str(round), "trained": str(state.trained)})
             self._states[link.hex()] = state
@@ -170,13 +165,13 @@ class ModelReplay:
             Broken: the link is another one.
         """
         links = self._links()
-        known = [first_link(self._site).hex(), *(links[t] for t in sorted(links))][-2:]
+        known = [self._first, *(links[t] for t in sorted(links))][-2:]
         if link.hex() not in known:
             with self.watch("a new session"):
                 raise Broken(
                     "the server asks about sums that this site has not opened. This site has opened the sums up to "
-                    f"round {max(links, default=0)}. Restore the server's newest checkpoints or this site's folder, "
-                    "or continue without this site"
+                    f"round {max(links, default=0)}. Restore the server's newest checkpoints or this site's folder "
+                    "from a copy, or continue without this site"
                 )
 
     def own_messages(
@@ -268,7 +263,7 @@ class ModelReplay:
             _, job, server, _, _ = self._make(sizes)
             state, links = initial_state(job, server), self._links()
             t = next((t for t, one in links.items() if one == link), 0)
-            if not t and link != first_link(self._site).hex():
+            if not t and link != self._first:
                 raise Broken("the terms name a chain of opened sums that differs from this site's own chain")
             if t:
                 try:
@@ -304,8 +299,9 @@ class ModelReplay:
     def _links(self) -> dict[int, str]:
         return {int(t): link for t, link in (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"].items()}
 
-    def _newest(self, links: Mapping[int, str]) -> str:
-        return links[max(links)] if links else first_link(self._site).hex()
+    @cached_property
+    def _first(self) -> str:
+        return first_link(self._site, self._experiment().methods[0].setting).hex()
 
     def _path(self, t: int) -> Path:
         return self._folder / f"round-{t:06d}.safetensors"

@@ -41,7 +41,8 @@ class MaskedSites(Sites):
         private = accounted(job.setting.upload_transform, job.setting.aggregator) is not None
         self._agreed = settings.secure
         self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
-        self._sessions = SecureSums(transport, settings, is_noisy=private, length=self._uploads.length)
+        length = self._uploads.length
+        self._sessions = SecureSums(transport, settings, is_noisy=private, run=job.setting, length=length)
         self._check_verifiable()
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}

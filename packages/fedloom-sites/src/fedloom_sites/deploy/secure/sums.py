@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedloom.engine import Setting
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom_sites.deploy.protocol.envelope import Kind, Request
 from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, verifying_key
@@ -72,11 +73,13 @@ class SecureSums:
         settings: settings of the server, which include secure aggregation.
         is_noisy: True if the sums contain noise that the privacy accounting covers, so that they may cover different
             sites each time.
+        run: the run, whose sums the sites verify if they have agreed to do so.
         length: length of an upload.
     """
 
     def __init__(
-        self, transport: Transport, settings: Server, *, is_noisy: bool = False, length: int = 0
+        self, transport: Transport, settings: Server, *, is_noisy: bool = False, run: Setting | None = None,
+        length: int = 0,
     ) -> None:  # fmt: skip
         assert settings.secure is not None
         self._transport, self._settings, self._agreed = transport, settings, settings.secure
@@ -87,7 +90,7 @@ class SecureSums:
         self._changes_path = settings.checkpoints / "summed-sites.json"
         agreed = settings.secure
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
-        self._relays = Relays(settings, length) if agreed.verify else None
+        self._relays = Relays(settings, run, length) if agreed.verify and run is not None else None
 
     def link(self, t: int) -> bytes:
         """Return the link of the chain of opened sums after round ``t``, or empty bytes if sites do not verify sums."""
