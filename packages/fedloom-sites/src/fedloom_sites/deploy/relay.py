@@ -180,7 +180,7 @@ class Relays:
     def __init__(self, settings: Server, setting: Setting, length: int) -> None:
         self._folder, self._length = settings.checkpoints / "relayed", length
         self._first = first_link(settings, setting)
-        self._members, self._known = len(settings.sites), dict[int, set[int]]()
+        self._members, self._holders = len(settings.sites), dict[int, set[int]]()
         links = (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"]
         self._links = {int(t): bytes.fromhex(link) for t, link in links.items()}
 
@@ -207,13 +207,13 @@ class Relays:
         opened = RelayedSum(read_terms(self._load(t, "vectors")["terms"]), [*survivors], total)
         self._links = {r: link for r, link in self._links.items() if r < t}
         self._links[t] = next_link(self.link(t), opened, self._length)
-        self._known.pop(t, None)
+        self._holders.pop(t, None)
         write_checked(self._folder / LINKS_FILE, {"links": {str(r): link.hex() for r, link in self._links.items()}})
 
     def missing(self, t: int, clients: Collection[int]) -> dict[int, list[int]]:
         """Return the sites that lack a record, keyed by each stored round up to round ``t``, in ascending order."""
         stored = [r for r in sorted(self._links) if r <= t and self._path(r, "shares").exists()]
-        return {r: lacking for r in stored if (lacking := [c for c in clients if c not in self._known.get(r, ())])}
+        return {r: lacking for r in stored if (lacking := [c for c in clients if c not in self._holders.get(r, ())])}
 
     def read(self, t: int) -> tuple[bytes, list[bytes]]:
         """Return the nonce and the arrays of a round's record.
@@ -231,8 +231,8 @@ class Relays:
         """
         if link != self._links[t]:
             return False
-        self._known.setdefault(t, set()).add(client)
-        done = [r for r, known in self._known.items() if len(known) == self._members and r < max(self._links)]
+        self._holders.setdefault(t, set()).add(client)
+        done = [r for r, holders in self._holders.items() if len(holders) == self._members and r < max(self._links)]
         discard(*(self._path(r, kind) for r in done for kind in ("vectors", "shares")))
         return True
 

@@ -129,7 +129,7 @@ class ModelReplay:
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
         self._folder = site.folder / "verified"
         self._states = dict[str, State]()
-        self._made: tuple[object, Job, Any, Forms, UploadVector] | None = None
+        self._prepared: tuple[object, Job, Any, Forms, UploadVector] | None = None
 
     def add(self, round: int, nonce: bytes, parts: Sequence[bytes]) -> bytes:
         """Open the relayed sum of a round, replay the server's step, and return the link after the round.
@@ -165,8 +165,8 @@ class ModelReplay:
             Broken: the link is another one.
         """
         links = self._links()
-        known = [self._first, *(links[t] for t in sorted(links))][-2:]
-        if link.hex() not in known:
+        recent = [self._first, *(links[t] for t in sorted(links))][-2:]
+        if link.hex() not in recent:
             with self.watch("a new session"):
                 raise Broken(
                     "the server asks about sums that this site has not opened. This site has opened the sums up to "
@@ -196,24 +196,24 @@ class ModelReplay:
             raise Broken("the terms must name the chain of opened sums once, and no other model")
         state = self._state(named.pop(), terms.sizes)
         _, job, _, forms, _ = self._make(terms.sizes)
-        own, own_models, place = None, list[bytes](), f"round {terms.round}"
+        message, computed_models, place = None, list[bytes](), f"round {terms.round}"
         if download is not None:
             ids = _order(job, terms.cohort)
-            own = forms.write_down(job.down(state.server, terms.round, ids), state.server)
-            self._compare(place, download, own, lambda message: [*forms.read_down(message)])
+            message = forms.write_down(job.down(state.server, terms.round, ids), state.server)
+            self._compare(place, download, message, lambda sent: [*forms.read_down(sent)])
         if models:
             t = terms.round if terms.scored < 0 else terms.scored
             request = score_request(job, state.with_(round=t))
             if request is None or (request.model is not None) != terms.common:
                 raise Broken("the terms name other models to score than the experiment has")
-            own_models = next(iter(forms.write_models_of(request, [self._site.client])))[1]
+            computed_models = next(iter(forms.write_models_of(request, [self._site.client])))[1]
 
-            def read(message: Sequence[bytes]) -> list[Tensor]:
-                down, shared = forms.read_models([*message], global_there=terms.common)
+            def read(sent: Sequence[bytes]) -> list[Tensor]:
+                down, shared = forms.read_models([*sent], global_there=terms.common)
                 return [*(down or ()), *([] if shared is None else [shared])]
 
-            self._compare(place, [*models], own_models, read)
-        return own, own_models
+            self._compare(place, [*models], computed_models, read)
+        return message, computed_models
 
     @contextmanager
     def watch(self, place: str) -> Iterator[None]:
@@ -247,10 +247,10 @@ class ModelReplay:
         facts = [[*one] for one in sizes]
         if (read_checked(self._folder / LINKS_FILE) or {}).get("sizes", facts) != facts:
             raise Broken("the terms state other numbers of samples than the terms of earlier rounds")
-        if self._made is None or self._made[0] != facts:
+        if self._prepared is None or self._prepared[0] != facts:
             job, server, forms = make_server_job(self._site, self._experiment(), torch.tensor(facts), self._folder)
-            self._made = facts, job, server, forms, UploadVector(job, forms.idle)
-        return self._made
+            self._prepared = facts, job, server, forms, UploadVector(job, forms.idle)
+        return self._prepared
 
     def _state(self, link: str, sizes: Sequence[Sequence[int]]) -> State:
         """Return the state of the server after the sums of a link.
@@ -277,12 +277,12 @@ class ModelReplay:
             self._states[link] = state
         return self._states[link]
 
-    def _compare(self, place: str, got: Any, own: Any, read: Callable[[Any], list[Tensor]]) -> None:
+    def _compare(self, place: str, got: Any, computed: Any, read: Callable[[Any], list[Tensor]]) -> None:
         """Raise an alarm if the server's copy of a model is not the model that this site has computed."""
-        if got == own:
+        if got == computed:
             return
         try:
-            pairs = list(zip(read(got), read(own), strict=True))
+            pairs = list(zip(read(got), read(computed), strict=True))
             same = all(torch.allclose(a, b, rtol=SAME_MODEL, atol=SAME_MODEL) for a, b in pairs)
         except (WireError, ValueError, RuntimeError):
             same = False

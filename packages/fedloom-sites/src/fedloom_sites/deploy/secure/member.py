@@ -246,8 +246,9 @@ class SessionMember:
             session, secrets = self._agreed_by(record), _secrets(record)
             counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
         numbers = sent.astype("<u8", copy=False).tobytes()
-        own = self._key.sign(signed_vector(bound, numbers)) if "link" in record and "uploads" in record["sums"] else b""
-        return b"".join((signature, numbers, own, counted))
+        relayed = "link" in record and "uploads" in record["sums"]
+        vector_signature = self._key.sign(signed_vector(bound, numbers)) if relayed else b""
+        return b"".join((signature, numbers, vector_signature, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return the one-time keys for those of this site's messages that other sites report as undecryptable."""
