@@ -228,7 +228,11 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
     for c, site in enumerate(fresh):
         replay = ModelReplay(site, lambda: here.experiment, lambda _line: None)
         links.append(replay.add(1, nonce, [terms, adverts, signed, shown[c], shares]))  # accepted: all is signed
-        replay.check_link(links[c])
+        before = bytes.fromhex(read_terms(terms).download)
+        replay.check_link(2, links[c])
+        replay.check_link(1, before)  # a server that has lost its newest checkpoint
+        with pytest.raises(Broken, match="sums that this site has not opened"):
+            replay.check_link(2, before)  # a server that leaves out an opened round
         members.append(SessionMember(site, signing_key_of(c), site.folder))
     assert len({*links}) == 2
     new = os.urandom(16)

@@ -158,14 +158,16 @@ class ModelReplay:
             self._forget(links)
             return link
 
-    def check_link(self, link: bytes) -> None:
-        """Raise an error if a session is not about the newest state of the server, or the state before it.
+    def check_link(self, round: int, link: bytes) -> None:
+        """Raise an error if a session is not about the newest state of the server.
+
+        The state before it is accepted up to the round that has led to the newest state.
 
         Raises:
             Broken: the link is another one.
         """
         links = self._links()
-        recent = [self._first, *(links[t] for t in sorted(links))][-2:]
+        recent = [self._first, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
         if link.hex() not in recent:
             with self.watch("a new session"):
                 raise Broken(

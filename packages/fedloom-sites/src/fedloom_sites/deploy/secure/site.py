@@ -107,7 +107,7 @@ class MaskedAnswers:
             if not fewest <= len(arrays) <= most:
                 raise WireError(f"expected {fewest} to {most} arrays, got {len(arrays)}")
             if kind == "keys" and linked:
-                self._replay.check_link(arrays[0])
+                self._replay.check_link(head["round"], arrays[0])
             with self._replay.watch("a new session") if kind == "shares" and linked else nullcontext():
                 return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 

@@ -189,7 +189,8 @@ class SecureSums:
         Return the masked sum of one session, or None if a site was excluded, so that a new session must begin.
         """
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
-        wanted, link = {c for c in cohort if self._name(c) in self._changes.sites}, self.link(t - terms.trains)
+        wanted = {c for c in cohort if self._name(c) in self._changes.sites}
+        link = self.link(t - terms.trains)
         name = secure.session_name(self._agreement, t, course.nonce, link)
         ask = {c: Request("keys", c, [link] if link else []) for c in cohort}
         course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
