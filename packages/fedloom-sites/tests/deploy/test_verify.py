@@ -295,6 +295,26 @@ def test_a_site_that_was_away_replays_the_missing_rounds(tmp_path: Path) -> None
     assert not any(alarms_of(verified, c) for c in range(5))
 
 
+def test_a_round_that_is_given_up_does_not_extend_the_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = sums.SecureSums._open
+
+    def fail(self: Any, pending: Any) -> Any:
+        if pending.round == 2:
+            raise Broken("no shares")
+        return honest(self, pending)
+
+    monkeypatch.setattr(sums.SecureSums, "_open", fail)
+    plain = secured(tmp_path / "plain", "fedavg", **SHORT)
+    verified = secured(tmp_path / "verified", "fedavg", agreed=VERIFIED, **SHORT)
+    assert plain.serve() is verified.serve() is Stop.DONE
+    assert len(verified.audit("given up")) == 1
+    check_equal(plain, verified)
+    assert not any(alarms_of(verified, c) for c in range(5))
+    assert {p.name for p in (verified.server.checkpoints / "relayed").iterdir()} == {
+        "links.json", "round-000003.vectors", "round-000003.shares"
+    }  # fmt: skip
+
+
 def test_a_site_that_has_lost_its_chain_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
     here = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT)
     with pytest.raises(Killed):

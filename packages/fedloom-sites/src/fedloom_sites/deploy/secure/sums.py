@@ -166,7 +166,8 @@ class SecureSums:
         up = len(pending.adverts) // n + n * part + SIGNATURE_BYTES + 8 * length + n * (4 + secure.KEY_BYTES)
         down = len(pending.adverts) + n * (part + 4 + SIGNATURE_BYTES) + len(terms.encode())
         if self._relays is not None and terms.trains:
-            up, down = up + SIGNATURE_BYTES, down + sum(map(len, self._relays.read(terms.round)[1]))
+            record = 8 * length + 2 * (4 + SIGNATURE_BYTES) + n * (4 + KEY_BYTES)
+            up, down = up + SIGNATURE_BYTES, down + len(pending.adverts) + len(pending.clients) * record
         return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
 
     # --------------------------------------------------------------------------------------- until shares are asked for
