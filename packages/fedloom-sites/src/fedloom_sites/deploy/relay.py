@@ -186,7 +186,8 @@ class Relays:
 
     def link(self, t: int) -> bytes:
         """Return the link after the newest summed round up to round ``t``."""
-        return self._links[newest] if (newest := self._newest(t)) else self._first
+        newest = max((r for r in self._links if r <= t), default=0)
+        return self._links.get(newest, self._first)
 
     def keep_vectors(
         self, t: int, nonce: bytes, terms: Terms, adverts: bytes, signed: Mapping[int, bytes],
@@ -236,9 +237,6 @@ class Relays:
         done = [r for r, holders in self._holders.items() if len(holders) == self._members and r < max(self._links)]
         discard(*(self._path(r, kind) for r in done for kind in ("vectors", "shares")))
         return True
-
-    def _newest(self, t: int) -> int:
-        return max((r for r in self._links if r <= t), default=0)
 
     def _path(self, t: int, kind: str) -> Path:
         return self._folder / f"round-{t:06d}.{kind}"
