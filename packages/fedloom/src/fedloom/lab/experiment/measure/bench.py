@@ -107,8 +107,10 @@ class Bench:
 
         Before each measurement, wait up to ``patience`` seconds until the machine is quiet.
         """
-        gc.collect()
-        gc.freeze()  # what is there by now is not visited again before every row
+        own_freeze = gc.get_freeze_count() == 0  # objects that the caller has frozen stay frozen
+        if own_freeze:
+            gc.collect()
+            gc.freeze()  # what is there by now is not visited again before every row
         try:
             for method in self.experiment.methods:
                 for way in self.ways[method.label]:
@@ -121,7 +123,8 @@ class Bench:
                     samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
                     yield Speed(method.label, way, statistics.median(times), samples, other_processes.cores)
         finally:
-            gc.unfreeze()
+            if own_freeze:
+                gc.unfreeze()
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
         """Estimate the time of the whole experiment in minutes, without evaluation, from the ``picked`` speeds."""
