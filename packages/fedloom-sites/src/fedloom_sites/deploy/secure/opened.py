@@ -200,7 +200,7 @@ class OpenedSums:
         }
 
     def _check_name(self, record: Mapping[str, Any]) -> None:
-        """Raise an error if this site took part in sums over the data under another name, with separate changes.
+        """Raise an error if this site took part in earlier sums over the data under a different name.
 
         Raises:
             Broken: the site has a different name in this agreement.
