@@ -147,7 +147,7 @@ def repeat_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lie_about_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server claims that the sum does not contain site 4."""
-    honest, keep = server_sites.result_of, relay.Relays.keep_vectors
+    honest, keep = server_sites.make_result, relay.Relays.keep_vectors
 
     def claim(job: Any, ids: Any, clients: Collection[int], *rest: Any) -> Any:
         return honest(job, ids, [c for c in clients if c != 4], *rest)
@@ -155,7 +155,7 @@ def lie_about_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(self: Any, t: int, nonce: bytes, terms: Any, adverts: bytes, signed: Any, vectors: Any) -> None:
         keep(self, t, nonce, terms, adverts, signed, {c: v for c, v in vectors.items() if c != 4})
 
-    monkeypatch.setattr(server_sites, "result_of", claim)
+    monkeypatch.setattr(server_sites, "make_result", claim)
     monkeypatch.setattr(relay.Relays, "keep_vectors", record)
 
 
@@ -221,7 +221,7 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
     session = secure.session_of(name, agreed.threshold, secure.read_adverts(adverts))
     bound = secure.bound_to(session, read_terms(terms).digest, range(5))
     numbers = np.frombuffer(bytes_of[4][SIGNATURE_BYTES:], dtype="<u8") + np.uint64(1)
-    second = signing_key_of(4).sign(relay.signed_vector(bound, numbers.tobytes())) + numbers.tobytes()
+    second = signing_key_of(4).sign(relay.encode_vector_statement(bound, numbers.tobytes())) + numbers.tobytes()
     shown = {c: vectors if c < 3 else secure.join_parts(bytes_of | {4: second}) for c in range(5)}
     fresh = [site.with_(state=tmp_path / f"fresh-{site.client}") for site in here.sites]
     links, members = list[bytes](), list[SessionMember]()
@@ -355,6 +355,6 @@ def test_experiments_with_the_same_initial_model_have_the_same_first_link(tmp_pa
     """So all sums for this model cover the same sites, as without verify."""
     one, other = secured(tmp_path / "one", "fedavg"), secured(tmp_path / "other", "fedprox", name="other", rounds=9)
     third = secured(tmp_path / "third", "fedavg", seeds=[1])
-    links = [relay.first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
+    links = [relay.compute_first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
     assert one.server.fingerprint != other.server.fingerprint
     assert links[0] == links[1] != links[2]
