@@ -37,7 +37,8 @@ from tests.deploy.scene import FIRST, Scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, secured
 
 VERIFIED = {"verify": True}
-SHORT: dict[str, Any] = {"rounds": 3, "evaluate": {"every": 2}}
+SHORT: dict[str, Any] = {"rounds": 2, "evaluate": {"every": 1}}
+THREE: dict[str, Any] = {"rounds": 3, "evaluate": {"every": 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def alarms_of(here: Scene, c: int) -> list[str]:
     return [x["reason"] for x in Audit(here.sites[c].folder / SENT_FILE).lines() if x["what"] == "alarm"]
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "feddyn", "fedopt"])
+@pytest.mark.parametrize("name", ["flame", "fedopt"])
 def test_an_honest_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     plain = secured(tmp_path / "plain", name, **SHORT)
     verified = secured(tmp_path / "verified", name, agreed=VERIFIED, **SHORT)
@@ -304,8 +305,8 @@ def test_a_round_that_is_given_up_does_not_extend_the_chain(tmp_path: Path, monk
         return honest(self, pending)
 
     monkeypatch.setattr(sums.SecureSums, "_open", fail)
-    plain = secured(tmp_path / "plain", "fedavg", **SHORT)
-    verified = secured(tmp_path / "verified", "fedavg", agreed=VERIFIED, **SHORT)
+    plain = secured(tmp_path / "plain", "fedavg", **THREE)
+    verified = secured(tmp_path / "verified", "fedavg", agreed=VERIFIED, **THREE)
     assert plain.serve() is verified.serve() is Stop.DONE
     assert len(verified.audit("given up")) == 1
     check_equal(plain, verified)
@@ -316,7 +317,7 @@ def test_a_round_that_is_given_up_does_not_extend_the_chain(tmp_path: Path, monk
 
 
 def test_a_site_that_has_lost_its_chain_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
-    here = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT)
+    here = secured(tmp_path, "fedavg", agreed=VERIFIED, **THREE)
     with pytest.raises(Killed):
         here.serve(here.grid(partial(kill, stop=("masked", 3, 1))))
     shutil.rmtree(here.sites[0].folder / "verified")
