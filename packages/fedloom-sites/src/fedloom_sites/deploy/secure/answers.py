@@ -9,7 +9,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedloom.errors import WireError
-from fedloom_sites.deploy.relay import signed_vector
+from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES, read_counters
@@ -86,7 +86,7 @@ def read_vector(
         sent = b"" if bound is None else read_counters(message[end + signed :], bound, public)
         part = b""
         if relayed is not None:
-            text_of_vector = signed_vector(relayed, message[SIGNATURE_BYTES:end])
+            text_of_vector = encode_vector_statement(relayed, message[SIGNATURE_BYTES:end])
             part = read_signature(message[end : end + signed], text_of_vector, public) + message[SIGNATURE_BYTES:end]
         return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent, part
     if message.startswith(ACCUSATION_PREFIX):

@@ -26,7 +26,7 @@ from fedloom.schedule import Stream
 from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, released
 from fedloom_sites.deploy.protocol.envelope import Kind
 from fedloom_sites.deploy.protocol.identity import verifying_key
-from fedloom_sites.deploy.relay import signed_vector
+from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
@@ -247,7 +247,7 @@ class SessionMember:
             counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
         numbers = sent.astype("<u8", copy=False).tobytes()
         relayed = "link" in record and "uploads" in record["sums"]
-        vector_signature = self._key.sign(signed_vector(bound, numbers)) if relayed else b""
+        vector_signature = self._key.sign(encode_vector_statement(bound, numbers)) if relayed else b""
         return b"".join((signature, numbers, vector_signature, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:

@@ -142,7 +142,7 @@ class MaskedAnswers:
                 raise Broken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             if self._agreed.verify:
-                download, models = self._replay.own_messages(terms, download, models)
+                download, models = self._replay.compute_messages(terms, download, models)
             else:
                 check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))

@@ -17,7 +17,7 @@ from fedloom.processes.clients import ScoreRequest, Scores, TrainRequest, TrainR
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import Request
-from fedloom_sites.deploy.replay import decode_sum, result_of
+from fedloom_sites.deploy.replay import decode_sum, make_result
 from fedloom_sites.deploy.secure.counters import AnswerCounts
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.sums import SecureSums, Sum, Weights
@@ -111,7 +111,7 @@ class MaskedSites(Sites):
         paper = [int(message.lengths()[1]) for message in messages]
         traffic = [session.traffic[0], session.traffic[1] + len(download), *paper]
         counts = torch.tensor([*work.tolist(), *(len(session.clients) * one for one in traffic)])
-        yield result_of(job, request.ids, session.clients, parts, shares, counts)
+        yield make_result(job, request.ids, session.clients, parts, shares, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
         """Log how many sites have answered a round without using their samples.
@@ -232,7 +232,7 @@ class MaskedSites(Sites):
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
         """Build the terms of a session."""
-        first, link = next(iter(asks.values()), None), self._sessions.link(t - (download is not None)).hex()
+        first, link = next(iter(asks.values()), None), self._sessions.find_link(t - (download is not None)).hex()
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
         return Terms(
             round=t,
@@ -248,7 +248,7 @@ class MaskedSites(Sites):
         )
 
     def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
-        link = self._sessions.link(request.round).hex()
+        link = self._sessions.find_link(request.round).hex()
         return (link,) if link else super()._model_digests(request, client)
 
     def _check_verifiable(self) -> None:

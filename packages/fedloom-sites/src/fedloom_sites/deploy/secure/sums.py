@@ -92,9 +92,9 @@ class SecureSums:
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
         self._relays = Relays(settings, run, length) if agreed.verify and run is not None else None
 
-    def link(self, t: int) -> bytes:
+    def find_link(self, t: int) -> bytes:
         """Return the link of the chain of opened sums after round ``t``, or empty bytes if sites do not verify sums."""
-        return b"" if self._relays is None else self._relays.link(t)
+        return b"" if self._relays is None else self._relays.find_link(t)
 
     def _relay(self, terms: Terms, cohort: list[int]) -> list[int]:
         """Send the records of opened sums to the sites that lack them, and return the sites that have opened all.
@@ -103,9 +103,9 @@ class SecureSums:
             RunStopped: too few sites have opened all sums.
         """
         t = terms.round - terms.trains
-        for r in [] if self._relays is None else self._relays.missing(t, cohort):
+        for r in [] if self._relays is None else self._relays.find_missing(t, cohort):
             assert self._relays is not None
-            lacking = self._relays.missing(t, cohort).get(r, [])
+            lacking = self._relays.find_missing(t, cohort).get(r, [])
             nonce, parts = self._relays.read(r)
             ask = {
                 c: Request("relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, most=KEY_BYTES)
@@ -191,7 +191,7 @@ class SecureSums:
         """
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
-        link = self.link(t - terms.trains)
+        link = self.find_link(t - terms.trains)
         name = secure.session_name(self._agreement, t, course.nonce, link)
         ask = {c: Request("keys", c, [link] if link else []) for c in cohort}
         course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
