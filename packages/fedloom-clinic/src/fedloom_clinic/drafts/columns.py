@@ -1,4 +1,4 @@
-"""Survey of a table before roles are assigned to its columns: kinds of columns, problems and notes."""
+"""Survey of a table before its columns are given roles: kinds of columns, problems and notes."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ SITE_WORDS = words(
 """Words for organizations that collect rows. A ward, region, country or group is a property of a row, so the survey
 mentions it only as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
-"""Words for properties of a row that may also be the row's site."""
+"""Words for properties of a row that may also identify the row's site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
 """Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
 NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words next to a word in `SITE_WORDS` that leave its meaning unchanged.
+"""Words that may accompany a word in `SITE_WORDS` without changing its meaning.
 
 Any other word, as in hospital_expire_flag, may change the meaning.
 """
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Pattern of column names that mean a number of sites."""
+"""Pattern of the names of columns that contain a number of sites."""
 
 
 class Survey:
     """Survey of a table.
 
     Args:
-        path: file that contains the table. For a CSV file, the separator and the decimal sign are detected.
+        path: file with the table. For a CSV file, the separator and the decimal sign are detected.
         options: options for reading the file, such as ``skip`` or ``sheet``.
 
     Raises:
-        DataError: the file does not exist or is not a table, rows differ in length, or several columns have the same
-            name.
+        DataError: the file does not exist or is not a table, its rows differ in length, or several columns have the
+            same name.
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -102,14 +102,14 @@ class Survey:
         """Return the column that has a given name.
 
         Raises:
-            ConfigError: the table has no column of this name.
+            ConfigError: the table has no column with this name.
         """
         if name not in self.columns:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the columns that name the site of a row, and the columns that may name it.
+        """Return the columns that identify a row's site, and the columns that may identify it.
 
         Args:
             excluded: the target and its event column, neither of which can be the site column.
@@ -137,7 +137,7 @@ class Survey:
         If a table has both patients and stays, the subject is the patient, because one patient can have several stays.
 
         Args:
-            excluded: the target, its event and the sites of rows.
+            excluded: the target, its event, and the column that names each row's site.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -150,7 +150,7 @@ class Survey:
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of columns with equal cells: each later column together with the first of them."""
+        """Yield pairs of columns with equal cells, in which each later column is paired with the first one."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()
@@ -160,7 +160,7 @@ class Survey:
 
 
 def names_person(name: str) -> bool:
-    """Return True if a name can only mean a number that identifies a person, unlike ``stays_in_week_nights``."""
+    """Return True if a name can only be that of a number that identifies a person, unlike ``stays_in_week_nights``."""
     return all(
         PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in split_words(name)
     )

@@ -35,16 +35,16 @@ class ColumnRoles(NamedTuple):
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.
-        drop: columns that are left out, with the reasons.
+        drop: columns that are left out, each with the reason.
         missing: cells that mean missing, in addition to the usual markers.
-        impute: True if some cells of features are missing.
+        impute: True if some cells of feature columns are missing.
         shifts: for each column, the sites whose numbers may be in a different unit.
         clients: number of clients, used if no column names a site.
         width: number of features.
-        questions: questions that users must answer before the draft can be run.
+        questions: questions that the user must answer before the draft can be run.
         subject: column that names the subject of each row.
-        order: column of dates that may define the order of rows. The draft merely proposes this order.
-        labels: label columns of a multilabel task.
+        order: column of dates that may determine the order of the rows. The draft merely proposes this order.
+        labels: the label columns of a multilabel task.
     """
 
     survey: Survey

@@ -202,7 +202,7 @@ class Shared(Value):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, which people use to identify a run.
+        """SHA-256 of the complete agreement, by which people identify a run.
 
         The value is the same on every machine.
         """

@@ -25,7 +25,7 @@ from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
-"""Number of samples on which a node tests its loss."""
+"""Number of samples on which a node tries out its loss."""
 
 
 @dataclass
@@ -49,18 +49,19 @@ class Local:
         valset: validation samples, in any of these forms.
         device: device on which the node computes.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
-            the node's state. None to write no files.
+            the node's state. None if no files are to be written.
         keys: for samples that are dicts, the names of the model's inputs, followed by the name of the target. By
             default, the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other
             entries are inputs. Multiple inputs are passed to the model by name.
-        subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient number.
-            The entry is not an input, and no subject may be in more than one of the sets.
+        subject: if samples are dicts, the name of the entry that contains the sample's subject, such as a patient
+            number. The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
             and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without noise.
         norm_bound: maximum L2 norm of the difference in every field that leaves the node, greater than 0. A difference
             whose norm is larger is scaled down, whatever the server's document says. None for no limit.
-        analyses: analyses by sums that the node answers, with the agreement on their columns. None to answer none.
+        analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
+            answered.
     """
 
     model: nn.Module
@@ -285,7 +286,7 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
 
 
 def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
-    """Return an app's loss, adapted to the shapes of outputs and targets in the app. ``y`` is a single target."""
+    """Return an app's loss, adapted to the shapes of the app's outputs and targets. ``y`` is a single target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 

@@ -25,21 +25,21 @@ from fedloom.processes.clients import ScoreRequest, TrainRequest
 HEADER_BYTES = 1 << 16
 """Maximum number of bytes in an encoded message in addition to its numbers."""
 WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
-"""Names of message fields that are not fields of the method."""
+"""Names of those message fields that are not fields of the method."""
 
 
 class Forms:
     """Message formats of a run.
 
     Args:
-        job: run, either at the server or at a site.
+        job: the run, either at the server or at a site.
         server: the server's state before the first round.
         client: number of an arbitrary client.
         dense: True to encode all numbers of an upload one by one, whatever the channel, because a node of a Flower app
             may change its upload after the channel.
 
     Attributes:
-        idle: upload of a client that takes no steps.
+        idle: upload of a client that takes no training steps.
     """
 
     def __init__(self, job: Job, server: Any, client: int = 0, *, dense: bool = False) -> None:
@@ -216,7 +216,7 @@ def is_common(down: Any) -> bool:
 
 
 class Upload(NamedTuple):
-    """Upload of one client, rows ``[1, .]``."""
+    """Upload of one client, with rows ``[1, .]``."""
 
     up: Any
     info: Tensor | None

@@ -44,7 +44,7 @@ class BothProtocols(NamedTuple):
     Attributes:
         rounds: verdicts at equal rounds.
         gradients: verdicts at equal gradients.
-        records: records at equal gradients as they were written, keyed by method. Reused records contain no values.
+        records: records at equal gradients, as originally written, keyed by method. Reused records contain no values.
         changes: mean at equal gradients minus mean at equal rounds, for every method whose work differs. All
             differences form one family of tests.
     """
@@ -72,7 +72,7 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
     """Compare the results of a setup at equal gradients with those at equal rounds.
 
     Args:
-        rounds: verdicts of the setup at equal rounds.
+        rounds: the setup's verdicts at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """

@@ -142,7 +142,7 @@ def pages(
         records: records at equal rounds.
         references: records of scikit-learn models.
         gradients: records at equal gradients.
-        ruled: records of methods with aggregation rules under attack.
+        ruled: records of methods that were run with aggregation rules under attack.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.

@@ -59,7 +59,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of the models on the clients' test parts, the targets, and the client of each output."""
+    """Return the models' outputs on the clients' test parts, the targets, and each output's client."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []

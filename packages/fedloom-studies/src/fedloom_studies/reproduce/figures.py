@@ -4,12 +4,12 @@ A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` o
 The model is global, personal, hybrid (as the run chose it), hybrid-validation (chosen on validation data in every run),
 or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
 train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. The
-default WHEN is the last round. WHEN may also be ``validation`` (the round that is best on validation data), ``mean``
-(the mean over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which
-is used for claims about work, is the first evaluated round whose validation score reaches the value. If a model never
-reaches the value, the work of the last round is used, which is a lower bound.
+default WHEN is the last round. WHEN may also be ``validation`` (the best round on validation data), ``mean`` (the mean
+over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which is used
+for claims about work, is the first evaluated round whose validation score reaches the value. If a model never reaches
+the value, the work of the last round is used, which is a lower bound.
 
-The function `unit` defines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
+The function `unit` determines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Reference(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Unit of a kind of value, and how values and differences are shown.
+    """Unit of a kind of value, which determines how values and differences are shown.
 
     Attributes:
         name: unit printed after a value.
@@ -122,7 +122,7 @@ PLAIN_UNIT = Unit()
 
 
 def unit(figure: str) -> Unit:
-    """Return the unit of a figure, given the name of the figure."""
+    """Return the unit of the figure with the given name."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
     if metric(base).scale == POINTS_UNIT.scale and statistic not in UNSCALED_STATISTICS:
@@ -225,7 +225,7 @@ def _best_round(run: Run, reference: Reference, seed: int) -> int:
 
 
 def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the rounds, the validation scores of a model with their sign set so that higher is better, and this sign.
+    """Return the rounds, a model's validation scores with their sign set so that higher is better, and this sign.
 
     Both arrays are empty if there are no validation scores.
     """

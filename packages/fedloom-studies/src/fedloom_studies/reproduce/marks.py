@@ -1,4 +1,4 @@
-"""Marks for verdicts. Each has its own shape and color, and always stands next to a word.
+"""Marks for verdicts. Each mark has its own shape and color, and always stands next to a word.
 
 The module also states how many claims have each verdict.
 """
@@ -60,7 +60,7 @@ def count_claims(count: int, word: str) -> str:
 
 
 def join_counts(phrases: Sequence[str]) -> str:
-    """Join phrases with commas, with "and" before the last one.
+    """Join phrases with commas, but the last two with "and".
 
     >>> join_counts(["5 hold", "1 is undecided"]), join_counts(["5 hold", "1 is undecided", "2 do not hold"])
     ('5 hold and 1 is undecided', '5 hold, 1 is undecided, and 2 do not hold')
@@ -90,7 +90,7 @@ class ClaimCell(NamedTuple):
 
 
 def show_mark(cell: ClaimCell) -> str:
-    """Render a cell with its mark, word and number, as a link to the page of the recipe."""
+    """Render a cell with its mark, word and number, as a link to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({PAPERS_FOLDER}/{cell.recipe}.md)" if cell.recipe else text
     return f"![]({PAPERS_FOLDER}/{mark_name(cell.verdict)}.svg) {linked}"
@@ -117,7 +117,7 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return sentences with the number of claims that are covered, and the number with each verdict."""
+    """Return sentences with the number of claims that are covered, and with the number for each verdict."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]

@@ -29,10 +29,10 @@ from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
 from fedloom_studies.store import lock_folder, not_a_record, put, read_document, records
 
 SUMMARIES_FILE = "papers.jsonl"
-"""File that contains the summaries."""
+"""File in which the summaries are stored."""
 SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
-"""Minimum processor time in seconds between two updates of ``spent.json``."""
+"""Minimum processor time, in seconds, between two updates of ``spent.json``."""
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
@@ -41,7 +41,7 @@ folder as the summaries."""
 
 
 class Need(NamedTuple):
-    """What a recipe needs at full scale: core-minutes, and data sets that are missing on this machine."""
+    """What a recipe needs at full scale: core-minutes, and which data sets are missing on this machine."""
 
     minutes: float
     missing: list[str]
@@ -55,12 +55,12 @@ class RecipeSummary:
         protocol: digest of the recipe that was run, from `Recipe.protocol`.
         says: sentence that states how the run differs from the paper's protocol.
         numbers: values, keyed by variant, reference and seed. A value is None if its run has no result.
-        minutes: processor time of runs, trials and evaluation so far, in core-minutes.
-        complete: True if all variants, methods and seeds have been run.
+        minutes: processor time that runs, trials and evaluation have used so far, in core-minutes.
+        complete: True if all variants, methods and seeds were run.
         choices: chosen settings, keyed by variant and method, with the scores of all candidates.
         failures: sentences about runs that diverged or failed.
-        commit: commit of the code, followed by "-dirty" if the code contained uncommitted changes. The commit is empty
-            if it is unknown.
+        commit: commit of the code, followed by "-dirty" if the code contained uncommitted changes. If the commit is
+            unknown, it is empty.
         samples: number of samples in every data set of the run, keyed by source. In summaries of earlier versions, the
             mapping is empty.
     """
@@ -217,7 +217,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references that a summary keeps: those of columns and claims, also at the chosen round, and costs."""
+    """Return the references kept in a summary: those of columns and claims, also at the chosen round, and costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -238,10 +238,10 @@ def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
 
 @contextmanager
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
-    """Measure the processor time of the block, and add it to the file ``spent.json`` in the folder of a recipe.
+    """Measure the processor time of the block, and add it to the file ``spent.json`` in a recipe's folder.
 
-    The block receives a function that updates the file. The function should be called now and then, so that little is
-    lost if the process is killed.
+    The block receives a function that updates the file. Call this function now and then, so that little is lost if the
+    process is killed.
     """
     last_written = _processor()
 

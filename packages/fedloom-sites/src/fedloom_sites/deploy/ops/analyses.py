@@ -21,7 +21,7 @@ def analysis_states(
     Args:
         document: the experiment file's contents.
         checkpoints: folder of the server's checkpoints.
-        log: lines of the audit log, which an earlier version may have written.
+        log: lines of the audit log, which may have been written by an earlier version.
 
     Returns:
         For each analysis its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
@@ -58,7 +58,7 @@ def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> di
 def _is_end(line: Mapping[str, Any], name: str) -> bool:
     """Return True if a line of the log reports the end of an analysis.
 
-    In logs of earlier versions, the line contains the name of a regression.
+    In logs of earlier versions, this line contains the name of a regression.
     """
     what = str(line.get("what"))
     if what in ("analysis", "no result"):
@@ -67,7 +67,7 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
 
 
 def describe_analysis(state: Mapping[str, Any]) -> str:
-    """Describe the state of an analysis in words."""
+    """Describe in words the state of an analysis."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"
     if state["state"] == "none":

@@ -58,7 +58,7 @@ CERTIFICATE_HINTS = {
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""Advice about a certificate from the right authority, keyed by OpenSSL's error number."""
+"""Advice about a certificate from the correct authority, keyed by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
@@ -81,7 +81,7 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
 
     Args:
         site: the site's settings.
-        offline: True to skip the connection to the server.
+        offline: True to omit the connection to the server.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _memory, _keys, _authority, _disk, _port)
     findings: set[Finding] = set()

@@ -21,7 +21,7 @@ from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
 ANSWER_SECONDS = 90.0
-"""Time in seconds that the server, or a command to it, may take to answer."""
+"""Time, in seconds, that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
 """Folder with the programs of this Python environment."""
@@ -36,8 +36,8 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
     """Return a command line from `ops/commands.toml` as a list of words.
 
     Args:
-        name: name of the command.
-        of: settings of the server or of a site. Their fields fill in placeholders.
+        name: the command's name.
+        of: settings of either the server or a site. Their fields fill in placeholders.
         programs: folder of Flower's programs.
         values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 

@@ -58,7 +58,7 @@ class Authority(NamedTuple):
         return cls(private, x509.load_pem_x509_certificate(certificate))
 
     def pem(self) -> bytes:
-        """Return the public certificate as PEM."""
+        """Return the public certificate in PEM format."""
         return self.certificate.public_bytes(Encoding.PEM)
 
     def private(self) -> bytes:

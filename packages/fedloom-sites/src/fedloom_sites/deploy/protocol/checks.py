@@ -48,7 +48,7 @@ from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
-"""Maximum plausible amount of work."""
+"""Largest amount of work that is plausible."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
 """Pattern of the text in which Flower wraps an error raised in a site's process."""
 
@@ -79,12 +79,12 @@ class Checks:
     """Checks that the server applies to replies.
 
     Args:
-        settings: settings of the server.
+        settings: the server's settings.
         job: run. None until the sites have sent their sizes.
         forms: formats of the run's messages.
         keys: keys of the sites, keyed by client.
-        sizes: numbers of samples that the sites declared ``[n, 3]``.
-        names: names of the numbers that arrive with the scores of the last round, in addition to the scores.
+        sizes: numbers of samples that the sites have declared ``[n, 3]``.
+        names: names of the numbers that arrive in addition to the scores of the last round.
 
     Attributes:
         STEPS: number, condition and function of each check in order, except the quorum (13), which is a check of a

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.engine.job import Job
 
 ABSOLUTE_SLACK = 1e-6
-"""Absolute tolerance for a number, in addition to the relative tolerance."""
+"""Absolute tolerance for a number, which is added to the relative tolerance."""
 RELATIVE_SLACK = 1 + 1e-4
 """Factor by which a number may exceed its range."""
 

@@ -178,6 +178,6 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
 
 
 def _scale_weights(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return True if two pairs of numbers have the same ratio."""
+    """Return True if the numbers in two pairs have the same ratio."""
     a, b = one[0] * other[1], one[1] * other[0]
     return abs(a - b) <= SAME_WEIGHT * max(abs(a), abs(b))

@@ -31,11 +31,11 @@ class PendingSum(NamedTuple):
 
     Attributes:
         round: round of the session.
-        nonce: nonce of the session.
+        nonce: the session's nonce.
         adverts: encoded advertisements of the session's sites.
         question: digest of the request to the sites.
         shared: sites that share masks with each other.
-        clients: sites whose vectors have arrived and are part of the sum.
+        clients: sites whose vectors have arrived and are included in the sum.
         signed: signatures of these sites on the list of sites in the sum.
         sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
         models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
@@ -77,7 +77,7 @@ class PendingSums:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """Return the latest sum of a kind, or None if it does not exist or its file is missing or damaged."""
+        """Return the latest sum of a kind, or None if no such sum exists or its file is missing or damaged."""
         entry = self._read().get(what)
         if entry is None:
             return None

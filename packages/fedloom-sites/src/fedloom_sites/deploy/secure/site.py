@@ -35,7 +35,7 @@ from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 
 class MaskedAnswers:
-    """Answers of a site under secure aggregation.
+    """A site's answers under secure aggregation.
 
     Args:
         site: the site's settings.
@@ -65,7 +65,7 @@ class MaskedAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Metrics and groups that the site's samples define, as a bit field in hexadecimal digits.
+        """The metrics and groups that the site's samples define, as a bit field in hexadecimal digits.
 
         None without sums.
         """
@@ -195,7 +195,7 @@ class MaskedAnswers:
         return result
 
     def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
-        """Return the site's encoded scores (after the last round, with those of its groups) and the site's counters.
+        """Return the site's encoded scores (after the last round, with those of its groups) and its counters.
 
         The vector is zero if any of these scores is not finite, and empty if no scores are summed.
         """
@@ -233,7 +233,7 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """Return the run with the shares of the objective that follow from the numbers of samples in these terms.
+        """Return the run, with the shares of the objective that follow from the numbers of samples in these terms.
 
         The shares are cached as long as the numbers of samples stay the same.
         """

@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 STOP_PREFIX = "fedloom: stops: "
 """Beginning of the line that states why a run ended early."""
 STOP_FILE = "stop"
-"""File next to the server's audit log that requests the end of the run after the current round."""
+"""File, next to the server's audit log, that requests the end of the run after the current round."""
 STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
 FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
@@ -69,7 +69,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
 
     Args:
         grid: Flower's.
-        settings: settings of the server.
+        settings: the server's settings.
         say: function that prints a line.
 
     Returns:

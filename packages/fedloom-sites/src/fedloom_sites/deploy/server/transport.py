@@ -43,14 +43,14 @@ class Transport:
 
     Args:
         grid: Flower's.
-        settings: settings of the server.
-        audit: log of every reply.
+        settings: the server's settings.
+        audit: log in which every reply is recorded.
         say: function that prints a line.
 
     Attributes:
         members: sites that may participate, keyed by client.
         presence: record of the connected sites.
-        figures: metrics that the samples of every site define. Empty if scores are not summed.
+        figures: metrics that are defined by every site's samples. Empty if scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -101,7 +101,7 @@ class Transport:
 
         Args:
             everyone: description of the part of the run that needs every site's number of samples. Empty if the quorum
-                suffices.
+                is sufficient.
 
         Raises:
             RunStopped: too few sites are connected.
@@ -169,7 +169,7 @@ class Transport:
         Args:
             round: round of the run.
             requests: by client.
-            need: number of replies below which the run stops.
+            need: minimum number of replies; with fewer replies, the run stops.
             wanted: clients that receive requests until the patience runs out, even if enough other clients have
                 answered.
         """
@@ -277,7 +277,7 @@ class Transport:
 
     @property
     def awaited(self) -> set[int]:
-        """Clients whose answer to a posted request is still expected."""
+        """Clients whose answers to a posted request have not yet arrived."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:

@@ -236,7 +236,7 @@ class Client:
         """Report samples that have changed since the last message, or raise an error if changes are not allowed.
 
         Raises:
-            ConfigError: the samples have changed although the agreement does not allow it.
+            ConfigError: the samples have changed, although the agreement does not allow this.
         """
         before = self._memory.changed(self.trainer.samples)
         if before is None:

@@ -1,4 +1,4 @@
-"""Answers of a site without secure aggregation, so that the server reads its uploads and scores individually."""
+"""Answers of a site without secure aggregation, where the server reads its uploads and scores individually."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedloom_sites.deploy.site.state import Generation
 from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
-"""Further fields in the head of a reply, its arrays, and its metrics."""
+"""Additional fields in a reply's head, its arrays, and its metrics."""
 
 
 class PlainAnswers:
