@@ -81,11 +81,10 @@ inconclusive. The other signs are {signs}.
 ## How it is measured
 
 - **Equal search.** Every method gets {trials} trials in its [search space](tuning.md). Each trial trains for all
-  rounds, with separate seeds, and is scored on validation data. The best settings are then run with at least {seeds} new
-  seeds.
-  The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
+  rounds, with separate seeds, and is scored on validation data. The best settings are then run with {seeds} new
+  seeds. The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
   method gets a smaller number of trials. With only one trial, every method runs with its defaults, and the federation
-  is excluded from the mean ranks.
+  is excluded from the mean ranks. Some federations have further seeds, which are outside this budget.
 
 - **Equal rounds.** All methods train for the same number of rounds. The page for each federation also shows the
   result of each method after it has computed as many gradients as FedAvg.
