@@ -57,7 +57,6 @@ def test_every_planned_number_of_seeds_follows_from_the_spread_of_the_seeds_befo
             if run.groupby("method").size().min() == len(before):
                 needed = min(20, recomputed.judge_setup(run).needed)
                 assert abs(len(stage) - needed) <= max(1, 0.1 * needed), name
-        assert len(stages) > 1 or recomputed.judge_setup(own).needed <= 5, name
 
 
 @pytest.mark.slow
@@ -165,8 +164,10 @@ def simulated(gaps: np.ndarray, families: int, rng: np.random.Generator) -> Iter
 @pytest.mark.slow
 def test_seeds_that_are_planned_from_the_spread_keep_the_error_as_the_page_says() -> None:
     rng, rows, rates = np.random.default_rng(0), recomputed.map_means(), list[list[float]]()
-    for name in (name for name, setup in FULL.items() if setup.plan):
+    for name in FULL:
         own = rows[(rows.setup == name) & (rows.seed < 5)]
+        if recomputed.judge_setup(own).needed <= 5:
+            continue
         table = own.pivot(index="method", columns="seed", values="mean")
         reference = max(("local", "fedavg"), key=lambda m: table.loc[m].mean())
         families = [*simulated((table.drop(index=reference) - table.loc[reference]).to_numpy(), 200, rng)]

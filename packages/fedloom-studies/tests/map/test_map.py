@@ -618,6 +618,8 @@ class RecomputedChange:
 
     def __init__(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
         self.lower, self.higher = list[str](), list[str]()
+        both = {row["seed"] for row in after}  # the first seeds: those of a plan run at equal rounds only
+        before = [row for row in before if row["seed"] in both]
         spent = {(row["method"], row["seed"]): row["gradients"] for row in before}
         dear = {m for (m, k), own in spent.items() if own and not 0.99 <= own / (spent["fedavg", k] or own) <= 1.01}
         anew = {row["method"] for row in after if row["mean"] is not None and row["method"] in dear}
