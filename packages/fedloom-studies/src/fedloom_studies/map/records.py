@@ -67,7 +67,7 @@ class CellRecord:
         again: results of a second run with other seeds, keyed by seed.
         minutes: processor time of trials, runs and evaluation, in core-minutes.
         commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
-            is unknown.
+            is unknown. Further seeds that were run with another commit add its name after a comma.
     """
 
     setup: str
