@@ -23,7 +23,7 @@ from fedloom.processes import interruptible
 from fedloom_studies.map.budget import GradientBudget
 from fedloom_studies.map.measure import CellWork, hide_progress
 from fedloom_studies.map.records import CellRecord, read_record, read_records, record_cell
-from fedloom_studies.map.setups import Cell, Setup
+from fedloom_studies.map.setups import SEED_KEYS, Cell, Setup
 from fedloom_studies.reproduce.execute import TimeBudget
 
 RECORD_FILE = "record.json"
@@ -93,7 +93,7 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
         A `UnitReply` with the record, encoded as bytes.
     """
     fields = json.loads(unit)
-    seeds = {key: tuple(fields["setup"][key]) for key in ("tuning", "seeds", "again")}
+    seeds = {key: tuple(fields["setup"][key]) for key in SEED_KEYS}
     cell = Cell(Setup(**{**fields["setup"], **seeds}), fields["method"], fields["space"], fields["protocol"])
     before, first = (None if fields[key] is None else read_record(fields[key]) for key in ("before", "first"))
     with unit_folder() as folder:

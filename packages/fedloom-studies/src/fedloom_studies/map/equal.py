@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -69,14 +70,15 @@ class BothProtocols(NamedTuple):
 
 
 def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
-    """Compare the results of a setup at equal gradients with those at equal rounds.
+    """Compare the results of a setup at equal gradients with those at equal rounds, with the setup's first seeds.
 
     Args:
         rounds: the setup's verdicts at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
-    gradients = judge(rounds.setup, fill_reused(second, first))
+    setup = replace(rounds.setup, plan=())  # both protocols have the first seeds
+    rounds, gradients = judge(setup, first) if rounds.setup.plan else rounds, judge(setup, fill_reused(second, first))
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
     means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:

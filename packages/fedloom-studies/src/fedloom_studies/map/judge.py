@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -99,8 +99,10 @@ class SetupVerdict:
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
             given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
             and is 0 if ``spread`` is unknown.
-        standings: results of the methods that have finished, best mean first.
-        records: record of every method, keyed by method.
+        standings: results of the methods that have finished, with the best mean first.
+        records: record of every method, keyed by method. Records contain only the seeds that were judged.
+        seeds: seeds that were judged: those of the last stage of the setup's plan that every method has run. All of
+            them are judged by one test, whatever the verdict of the stage before.
     """
 
     setup: Setup
@@ -109,6 +111,7 @@ class SetupVerdict:
     needed: int
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
+    seeds: tuple[int, ...]
 
     def find(self, method: str) -> Standing | None:
         """Return a method's result, or None if it has none."""
@@ -122,13 +125,20 @@ class SetupVerdict:
     @property
     def decides(self) -> bool:
         """True if enough seeds were run to detect a gain of `DETECTABLE_GAIN`."""
-        return 0 < self.needed <= len(self.setup.seeds)
+        return 0 < self.needed <= len(self.seeds)
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
     """Judge the records of a setup. All differences stated on the pages form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
+    whole = (
+        stage for stage in reversed(setup.stages) if all({*map(str, stage)} <= r.seeds.keys() for r in done.values())
+    )
+    seeds = next(whole, setup.seeds)
+    later = {str(seed) for seed in setup.further if seed not in seeds}
+    cells = {m: replace(r, seeds={s: one for s, one in r.seeds.items() if s not in later}) for m, r in cells.items()}
+    done = {method: cells[method] for method in done}
     means = {method: last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = (
@@ -149,7 +159,9 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     tested = [m for m, test in tests.items() if test.testable]
     prior = prior_of([_array([*members[m].values()]) for m in tested])
     needed = seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0
-    return SetupVerdict(setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells)
+    return SetupVerdict(
+        setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells, seeds
+    )
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:

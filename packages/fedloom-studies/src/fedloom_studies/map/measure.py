@@ -22,6 +22,7 @@ from fedloom.processes import WorkerPool, check_alone, interruptible, useful
 from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import Claims, lock
 from fedloom_studies.map.budget import GradientBudget
+from fedloom_studies.map.judge import judge
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
@@ -54,6 +55,8 @@ def due(
 ) -> list[Cell]:  # fmt: skip
     """Return the cells that need to be run, setup by setup, starting with the reference methods.
 
+    Cells whose records lack seeds of the setup's plan are included, unless they are stale.
+
     Args:
         setups: setups to include.
         records: existing records.
@@ -74,9 +77,18 @@ def due(
                     record is not None and record.status == DONE_STATUS and not record.again and not stale(cell, record)
                 )
             else:
-                wants = record is None or ((old or name in methods) and bool(stale(cell, record)))
+                wants = (
+                    record is None
+                    or ((old or name in methods) and bool(stale(cell, record)))
+                    or bool(missing_seeds(cell, record) and not stale(cell, record))
+                )
             cells_due += [cell] if wants else []
     return cells_due
+
+
+def missing_seeds(cell: Cell, record: CellRecord) -> tuple[int, ...]:
+    """Return the planned seeds that the record of a cell lacks. A record without a result lacks none."""
+    return tuple(seed for seed in cell.seeds if str(seed) not in record.seeds) if record.status == DONE_STATUS else ()
 
 
 def measure_all(
@@ -224,6 +236,8 @@ class CellWork(NamedTuple):
         """
         if again and before:
             return self.look_again(before)
+        if before and (seeds := missing_seeds(self.cell, before)) and not stale(self.cell, before):
+            return self.add_seeds(before, seeds)
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
@@ -249,7 +263,7 @@ class CellWork(NamedTuple):
             try:
                 finding = self._search(listeners) if cell.setup.trials > 1 else None
                 chosen = dict(finding.best.params) if finding and finding.best else {}
-                fields = self._run(cell.setup.seeds, chosen, listeners) if finding is None or finding.best else {}
+                fields = self._run(cell.seeds, chosen, listeners) if finding is None or finding.best else {}
             except ConfigError as refused:
                 return new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
             except RunStopped as stopped:
@@ -299,6 +313,24 @@ class CellWork(NamedTuple):
         if fields is None:
             return None
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
+
+    def add_seeds(self, record: CellRecord, seeds: Sequence[int]) -> CellRecord | None:
+        """Return the record with runs of further seeds added, using the same settings.
+
+        Return None if the work was interrupted.
+        """
+        what = f"seeds from {seeds[0]}"
+        with summaries.count_spent_time(self.folder, what) as note:
+            fields = self._run(seeds, record.chosen, (self.budget, lambda _event: note()))
+        if fields is None:
+            return None
+        now = summaries.commit()
+        return replace(
+            record, seeds=record.seeds | fields["seeds"], reason=fields["reason"],
+            status=FAILED_STATUS if fields["reason"] else DONE_STATUS,
+            minutes=round(record.minutes + self._minutes(what), 3),
+            commit=record.commit if now in record.commit.split(", ") else f"{record.commit}, {now}",
+        )  # fmt: skip
 
     def run_fields(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Any] | None:
         """Run the method with the given seeds and settings.
@@ -376,15 +408,20 @@ def estimates(
     data_dir: Path | None,
     protocol: Protocol = "rounds",
 ) -> list[dict[str, Any]]:
-    """Return a row for each setup: recorded and missing cells, and the estimated core-minutes for the missing cells."""
+    """Return a row for each setup: recorded and missing cells, and the estimated core-minutes for the missing ones.
+
+    ``needed`` is the number of seeds that `SetupVerdict.needed` derives from the ``seeds`` that every method has run.
+    """
     rows = []
     for setup in setups:
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
         cells_of_setup = [cell for cell in todo if cell.setup is setup]
         spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
         runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
+        j = judge(setup, records_by_cell)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
-               "trials": setup.trials, "minutes so far": round(spent, 1), "share": share}  # fmt: skip
+               "trials": setup.trials, "seeds": len(j.seeds), "needed": j.needed or "-",
+               "minutes so far": round(spent, 1), "share": share}  # fmt: skip
         rows.append(row)
         try:
             plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
@@ -396,7 +433,9 @@ def estimates(
         guessed = sum(_minutes(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
         each = factor * sum(_minutes(cell, fed) for cell in cells_of_setup)
-        row["estimate"] = round(each * runs, 1)
+        lacking = {r.method: len(missing_seeds(Cell(setup, r.method, r.space, protocol), r)) for r in done}
+        counted = sum(_minutes(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
+        row["estimate"] = round(factor * counted, 1)
         fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
         if fit < setup.trials:
             row["note"] = f"beyond its share; {max(0, fit)} trials would fit"

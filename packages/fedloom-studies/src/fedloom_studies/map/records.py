@@ -66,8 +66,8 @@ class CellRecord:
         seeds: results of the runs, keyed by seed.
         again: results of a second run with different seeds, keyed by seed.
         minutes: processor time of trials, runs and evaluation, in core-minutes.
-        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. If the commit is unknown,
-            it is empty.
+        commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
+            is unknown. Further seeds that were run with another commit add its name after a comma.
     """
 
     setup: str

@@ -29,7 +29,9 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Basis on which runs are compared: equal numbers of rounds, or equal numbers of gradients (those of FedAvg)."""
+"""Basis on which runs are compared: equal rounds, or equal numbers of gradients (those of FedAvg in these rounds)."""
+SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
+"""Entries of a setup that contain seeds, or numbers of seeds."""
 POOLED_METHOD = "centralized"
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 """Reference methods for all others: no collaboration, one model for all clients, and all data in one place."""
@@ -45,8 +47,11 @@ class Setup:
         share: core-minutes that all cells of the setup may take together at equal rounds.
         trials: number of trials per method. If there is only one trial, all methods run with their default settings.
         tuning: seeds for the trials.
-        seeds: seeds with which results are computed.
-        again: seeds for a second run, which confirms verdicts.
+        seeds: seeds for the first results, at equal rounds and at equal gradients.
+        further: seeds that are added to these at equal rounds, in this order, if the gains vary too much.
+        plan: total number of seeds in each stage after the first. Each number was planned before any of its seeds was
+            run, from the spread of the gains in the stage before (`SetupVerdict.needed`).
+        again: seeds for a second run that confirms verdicts.
         space: search space for every method, added to the default spaces.
         document: content of an experiment file, without methods.
         references: True if scikit-learn models are also fitted (see `fedloom_studies.map.references`).
@@ -63,6 +68,13 @@ class Setup:
     space: dict[str, Any]
     document: dict[str, Any]
     references: bool = False
+    further: tuple[int, ...] = ()
+    plan: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Seeds for the results at equal rounds: first those of every setup, then those of each stage of the plan."""
+        return tuple((*self.seeds, *self.further)[:count] for count in (len(self.seeds), *self.plan))
 
     @property
     def ranks(self) -> bool:
@@ -93,7 +105,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
             {**declared["base"], **declared["protocol"]}, merge_tables(declared["setup"][name], change)
         )
         plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
-        seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
+        seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in SEED_KEYS}
         by_name[name] = Setup(
             name, **plain, **seeds, space=declared["space"], references=declared_setup.pop("references", False),
             document=declared_setup,
@@ -111,7 +123,7 @@ def rule_cells() -> Iterator[tuple[str, Cell]]:
     for attack, forged in declared["attacks"].items():
         for rule, aggregator in declared["aggregators"].items():
             document = {**base.document, "attack": forged} | ({"aggregator": aggregator} if rule != "mean" else {})
-            setup = replace(base, name=attack, title=attack, trials=1, document=document)
+            setup = replace(base, name=attack, title=attack, trials=1, plan=(), document=document)
             for method in declared["methods"]:
                 if rule == "mean":
                     yield method, Cell(setup, method)
@@ -155,6 +167,11 @@ class Cell:
     method: str
     space: dict[str, Any] = field(default_factory=dict)
     protocol: Protocol = "rounds"
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds that the cell runs for its results. Plans apply to equal rounds only."""
+        return self.setup.stages[-1] if self.protocol == "rounds" else self.setup.seeds
 
     @property
     def where(self) -> str:

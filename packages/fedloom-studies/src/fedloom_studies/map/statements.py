@@ -166,11 +166,13 @@ def _power(j: SetupVerdict) -> Iterator[str]:
     If no gain was tested, nothing is yielded.
     """
     if j.needed:
-        seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
+        seeds, spread = len(j.seeds), fixed(100 * j.spread, 1)
         enough = planned(j) if j.decides else f"*{planned(j)}*"
+        last = j.setup.stages[-1]
+        more = f" {len(last)} seeds are planned, but not yet run by every method." if seeds < len(last) else ""
         yield (
             f"The standard deviation of the gains over seeds is {spread} points. With this spread, {enough}, "
-            f"{'and' if j.decides else 'but only'} {seeds} were run."
+            f"{'and' if j.decides else 'but only'} {seeds} were run.{more}"
         )
 
 

@@ -18,7 +18,7 @@ from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import TableCell, cells
 from fedloom_studies.reproduce.figures import unit
 from fedloom_studies.reproduce.marks import count_claims, join_counts
-from fedloom_studies.reproduce.page import earlier, interval, last, plot, recipe_page, state
+from fedloom_studies.reproduce.page import earlier, interval, last, not_run, plot, recipe_page, state
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
@@ -154,9 +154,14 @@ def words_of(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWor
 def _count(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = list(words_of(recipe, summary).values())
     if not words:
-        return state(recipe, _current(recipe, summary))
+        return _say_state(recipe, summary)
     counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
     return f"{counts}, of {len(words)} cells (limit {_limit(recipe)})"
+
+
+def _say_state(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    """Return the reason why a recipe has no current values."""
+    return not_run(recipe, None) if summary is None else state(recipe, summary)
 
 
 def _limit(recipe: Recipe) -> str:
@@ -167,7 +172,7 @@ def _limit(recipe: Recipe) -> str:
 def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     done = _current(recipe, summary)
     if done is None:
-        return state(recipe, done)
+        return _say_state(recipe, summary)
     words = [one.words for one in judge.claims(recipe, done.numbers)]
     counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
     best = max(_means(recipe, done).items(), key=lambda item: item[1])
@@ -197,7 +202,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     else:
         yield from (f"**As published** ({link}): {paper.protocol}", "")
     if done is None:
-        yield from (f"This recipe is {state(recipe, done)}.", "")
+        yield from (f"This recipe is {_say_state(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
         return
     shown = cells(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}
