@@ -27,7 +27,7 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: names of the cells.
-        of: index of the merged cell that each original cell belongs to, ``[L]``. An original cell that has been merged
+        of: index of the merged cell to which each original cell belongs, ``[L]``. An original cell that has been merged
             belongs to the cell "other".
     """
 

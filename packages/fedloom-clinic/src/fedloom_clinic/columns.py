@@ -187,5 +187,5 @@ def square(halves: Floats, size: int) -> Floats:
 
 
 def tensor(*parts: ArrayLike) -> Tensor:
-    """Concatenate the numbers of several arrays to one float64 vector ``[k]``."""
+    """Join the values of several arrays to one float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

@@ -16,7 +16,7 @@ contains its class with a probability between 1 - alpha and 1 - alpha + 1 / (n +
 threshold guarantees this for the pooled rows of all clients, but not at each client.
 
 Calibration rows are drawn from the test part, which was not used to choose the round, the model or any setting. The
-coverage is measured on the other test rows.
+coverage is measured on the remaining test rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 EVERY_CLASS = 2.0
 """Threshold that is higher than all scores. This threshold is used if there are too few calibration rows for a smaller
 one, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also infinite
-if it would be beyond the last bin."""
+if it would otherwise be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
@@ -57,7 +57,7 @@ class Calibrated(NamedTuple):
         reached: number of clients that have enough subjects in each range of bins, ``[S, B]``.
         thresholds: thresholds on scores, ``[S]``.
         rows: number of calibration rows for each threshold, ``[S]``.
-        covered: totals from the last question.
+        covered: totals obtained from the last question.
     """
 
     terms: AnalysisTerms
@@ -299,7 +299,7 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
-    """Raise if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
+    """Raise an error if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
 
     If a client has enough subjects in a range, it also has enough subjects in every range that contains this range.
 

@@ -68,7 +68,7 @@ MIN_COLUMN_SPREAD = 1e-9
 ANSWER_STEP = 2.0**-36
 """Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
-"""Maximum linear predictor for which a bound is computed. For larger linear predictors, exp exceeds the range of
+"""Largest linear predictor for which a bound is computed. For larger linear predictors, exp exceeds the range of
 float64."""
 
 

@@ -50,7 +50,7 @@ class Counted(NamedTuple):
 
 
 class SurvivalCurve(NamedTuple):
-    """Kaplan-Meier curve ``[J]`` of a group, with its smallest possible value for exact times, and its log variance."""
+    """A group's Kaplan-Meier curve ``[J]``, its smallest possible value for exact times, and its log variance."""
 
     at_risk: Floats
     events: Floats

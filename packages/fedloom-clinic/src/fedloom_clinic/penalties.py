@@ -137,7 +137,7 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
     A client's rows are divided if each of its folds reaches the minimum counts in every cell.
 
     Raises:
-        Refused: the rows of too few clients can be divided.
+        Refused: too few clients have rows that can be divided.
     """
     if not merges(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
@@ -161,7 +161,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
     Args:
         at: function that returns the likelihood of some rows ``[N]`` at given coefficients.
         betas: coefficients of all fits, ``[K, q]``.
-        fold: fold of each row, or -1 for rows that are never held out, ``[N]``.
+        fold: fold to which each row belongs, or -1 for rows that are never held out, ``[N]``.
     """
     sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
     parts = [np.array([float(rows.sum()) for rows in sets])]

@@ -50,7 +50,7 @@ class SummaryColumn:
 
     Args:
         name: name of the column.
-        place: position of the column in the rows.
+        place: the column's position in the rows.
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
@@ -200,7 +200,7 @@ def _number(p: float | None) -> float | None:
 def note_clients(rows: list[dict[str, object]]) -> None:
     """Add notes about clients whose numbers stand out, and suggest a different unit as a possible reason.
 
-    The unit is only a guess, and it is never applied.
+    The unit is merely a guess, and is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:

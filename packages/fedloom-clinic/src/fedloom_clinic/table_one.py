@@ -3,8 +3,8 @@
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
 standardized difference of levels). The tests are those of SciPy, but are computed from the same sums.
 
-Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
-means of a second question.
+Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed with a second question, around the means
+from the first.
 """
 
 from __future__ import annotations

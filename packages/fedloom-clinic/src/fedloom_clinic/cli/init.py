@@ -109,7 +109,7 @@ def init(
 def _try(text: str, place: Path) -> Dataset:
     """Read the data with the draft's options, and return them.
 
-    This guarantees that a draft runs before it is written.
+    This ensures that a draft runs before it is written.
     """
     from fedloom.lab.experiment import parse
 

@@ -99,7 +99,7 @@ class Survey:
         self.rows = len(next(iter(cells.values())))
 
     def column(self, name: str, what: str) -> ColumnProfile:
-        """Return the column that has a given name.
+        """Return the column with the given name.
 
         Raises:
             ConfigError: the table has no column with this name.

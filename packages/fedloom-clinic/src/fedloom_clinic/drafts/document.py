@@ -22,7 +22,7 @@ QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters from which on a list is split into several lines."""
+"""Number of characters above which a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):
@@ -31,7 +31,7 @@ class ColumnRoles(NamedTuple):
     Attributes:
         survey: survey of the table.
         task: task that follows from the target.
-        target: column to predict, or the first label. If None, the draft asks the user for the target.
+        target: column to be predicted, or the first label. If None, the draft asks the user for the target.
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.

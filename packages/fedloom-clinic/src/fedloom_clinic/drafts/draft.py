@@ -35,7 +35,7 @@ from fedloom_clinic.drafts.columns import Survey, names_person
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
-"""Minimum number of rows in a federation, and in a class that is not regarded as rare."""
+"""Minimum number of rows in a federation, and in a class that is not considered rare."""
 SUSPICIOUS_SCORE = 0.95
 """AUROC or R2 of a single column from which on the report mentions the column.
 
@@ -439,7 +439,7 @@ class Draft:
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
-        """Return "classification" if the column contains the classes of the outcome, else "regression"."""
+        """Return "classification" if the column contains the classes of the outcome, otherwise "regression"."""
         return "classification" if self._labels or column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:

@@ -1,6 +1,6 @@
 """Outcome of a table, which is its target together with the event that belongs to a time.
 
-The outcome is chosen if the evidence for it is clear. Otherwise, the draft asks the user for it.
+The outcome is chosen if it has clear evidence. Otherwise, the draft asks the user to choose.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class TableOutcome(NamedTuple):
         event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None for
             other tasks.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
-        note: sentence about another possible choice, or "" if there is none.
+        note: sentence about a different possible choice, or "" if there is none.
         alternatives: names of other columns that could be the target.
     """
 
@@ -174,7 +174,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
     Args:
         survey: survey of the table.
-        target: target column that the user requested, or None.
+        target: target column requested by the user, or None.
         event: event column requested by the user. If None, the column is detected. If empty, there is no event column.
 
     Raises:
@@ -320,7 +320,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Return True if a column of a table with a time may be its event, but only the user can know its meaning."""
+    """Return True if a column in a table with a time may be its event, whose meaning only the user can know."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)

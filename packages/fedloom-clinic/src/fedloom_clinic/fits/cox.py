@@ -93,7 +93,7 @@ class Wald:
     se: Floats
 
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Return the lower and upper ends of the Wald interval of each coefficient."""
+        """Return the lower and upper ends of each coefficient's Wald interval."""
         from scipy.special import ndtri  # slow to import
 
         reach = ndtri(0.5 + level / 2) * self.se
@@ -139,7 +139,7 @@ def risk_sums(
         site: the site's rows, whose columns are centered and scaled in the same way at all sites.
         beta: coefficients, ``[p]``.
         times: event times in ascending order, ``[J]``.
-        shift: number subtracted from x beta in each row. This shift does not change the ratios of sums.
+        shift: number subtracted from x beta in each row. This shift leaves the ratios of sums unchanged.
         metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are left
             out.
     """

@@ -314,7 +314,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
         metric: metric of Firth's penalty, ``[p, p]``. None if this penalty is not used.
 
     Raises:
-        ConfigError: no rows of this number of sites can give the sum.
+        ConfigError: the sum cannot come from any rows of this number of sites.
     """
     if len(vector) != terms.length:
         raise Refused(f"a sum of a Cox regression must have {terms.length} numbers, got {len(vector)}")

@@ -237,7 +237,7 @@ def find_ridge_by_sums(
     beginning with the weakest.
 
     Args:
-        ask: function of the coefficients of all fits ``[K, q]`` that returns the sums, or None if clients cannot
+        ask: function that returns the sums for the coefficients of all fits ``[K, q]``, or None if clients cannot
             answer.
         weights: penalty on each squared coefficient per row for strength 1, which is 0 for intercepts, ``[q]``.
 

@@ -1,9 +1,9 @@
 """Cox regression from secure sums, with agreed time bins, minimum counts, and integers, so that masks cancel exactly.
 
 Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that the secure sum is exact.
-The server does not receive the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no
-statistics of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends
-the likelihood for its own baseline hazard, with the gradient and the information.
+The server never receives the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no statistics
+of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends the
+likelihood for its own baseline hazard, with the gradient and the information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two are used as in K.
 Bonawitz et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron.

@@ -191,7 +191,7 @@ def analyze_sites(
 
     Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set and --rule. The
     file's first method runs for one round before the analysis. To set other options of the deployment, add the
-    [[analysis]] table to the file and use init.
+    [[analysis]] table to the file, and use init.
 
     Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
     """

@@ -229,7 +229,7 @@ def remove(
 ) -> None:
     """Take a site out of the server's settings.
 
-    This is only possible between two runs. The site's key remains registered.
+    This is possible only between two runs. The site's key remains registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """

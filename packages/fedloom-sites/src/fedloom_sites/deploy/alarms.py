@@ -1,4 +1,4 @@
-"""Alarms of a site about rejected and repeated messages from its server, in the site's log and status.
+"""A site's alarms about rejected and repeated messages from its server, in the site's log and status.
 
 An honest server repeats a message only if an answer was lost or the site could not write to its disk, and does not keep
 sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. Alarms
@@ -31,7 +31,7 @@ class Alarms:
     """Counts of the messages that a site has answered or rejected in one experiment, restored from its log.
 
     Args:
-        folder: folder of the site's state in this experiment.
+        folder: folder with the site's state in this experiment.
         questions: function that returns how many analysis questions the site has agreed to answer in a round.
     """
 

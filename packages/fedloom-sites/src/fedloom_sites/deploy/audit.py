@@ -24,7 +24,7 @@ from fedloom.storage.files import append_line, create_file
 SENT_FILE = "sent.jsonl"
 """Log of everything that has left the site, in the folder of the site's state."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of a log in which its last line is searched for. A line is a few hundred bytes long."""
+"""Number of bytes at the end of a log that are searched for its last line. A line is a few hundred bytes long."""
 
 
 class LogEnd(NamedTuple):
@@ -80,7 +80,7 @@ class Audit:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return all entries of a log, to which another process may be writing. Truncated lines are omitted.
+    """Return all entries of a log, even if another process is writing to it. Truncated lines are omitted.
 
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.

@@ -1,9 +1,9 @@
 """User code of a deployment: the modules that its experiment names by import path, identical on all machines.
 
-Modules in a folder are copied, together with everything that they import from this folder, into a folder `code` next to
-the settings. Modules that belong to an installed package stay in that package. The agreement contains the SHA-256 of
-both kinds of modules, which is compared before the modules run. No other file in the folder is imported, not even a
-compiled one.
+Modules in a folder are copied, together with everything that they import from it, to a folder `code` next to the
+settings. Modules that belong to an installed package stay in that package. The agreement contains the SHA-256 of both
+kinds of modules, which is compared before the modules run. No other file in the folder is imported, not even a compiled
+one.
 """
 
 from __future__ import annotations

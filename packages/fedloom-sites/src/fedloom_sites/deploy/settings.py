@@ -53,7 +53,7 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 
 
 def bound_of(bound: NormBound | None, field: str) -> float:
-    """Return the maximum norm of the difference in a field of an upload.
+    """Return the maximum norm of the difference in one field of an upload.
 
     The result is infinite if no bound applies.
     """

@@ -31,7 +31,7 @@ from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE
 
 RECORD_FILE = "snapshots.json"
-"""File in the site's memory of the data, with the date, digest and subjects of every snapshot."""
+"""File, in the site's memory of the data, with the date, digest and subjects of every snapshot."""
 
 
 class Declared(NamedTuple):

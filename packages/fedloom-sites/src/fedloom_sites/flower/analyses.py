@@ -113,8 +113,8 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
         state: Flower's state, which stores the steps that have been answered.
 
     Raises:
-        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. The samples do not
-            influence this decision.
+        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. This decision does
+            not depend on the samples.
     """
     if analyses is None:
         raise ConfigError("this node has no analyses enabled. Pass them as Local(..., analyses=Analyses(...))")

@@ -33,8 +33,8 @@ class Local:
     """A node's model and samples.
 
     Args:
-        model: the module, which must be the same as at the server. The server sends its parameters. The output is a
-            tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
+        model: the module, which must be the same as at the server. The server sends its parameters. The output is
+            either a tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
             tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
             different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
@@ -58,8 +58,8 @@ class Local:
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
             and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without noise.
-        norm_bound: maximum L2 norm of the difference in every field that leaves the node, greater than 0. A difference
-            whose norm is larger is scaled down, whatever the server's document says. None for no limit.
+        norm_bound: maximum L2 norm, above 0, of the difference in every field that leaves the node. A difference whose
+            norm is larger is scaled down, whatever the server's document says. None for no limit.
         analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
             answered.
     """
@@ -254,7 +254,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     """Join the tensors of one entry across all parts.
 
     Raises:
-        ConfigError: the shapes of the parts differ.
+        ConfigError: the parts have different shapes.
     """
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:

@@ -76,7 +76,7 @@ def introduction(reply: Message) -> Introduction:
     """Return the introduction in a node's reply.
 
     Raises:
-        FedloomError: the node cannot take part. The message contains the reason.
+        FedloomError: the node cannot take part. The message states the reason.
     """
     if reply.has_error():
         cure = f"; {MODS_HINT}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
@@ -102,7 +102,7 @@ class SavedRun(NamedTuple):
 
     Attributes:
         members: nodes that take part in the run.
-        schema: form of the samples.
+        schema: description of the samples.
         signature: call signature of the modules.
         document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the parameters of the model.

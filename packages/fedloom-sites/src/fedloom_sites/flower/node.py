@@ -255,7 +255,7 @@ class _Node:
         )
 
     def _run(self, context: Context) -> _Run:
-        """Return the node's model and samples, which are read once per run."""
+        """Return the node's model and samples, which are read once in each run."""
         key = (context.run_id, context.node_id)
         if key not in self._runs:
             local = self._function(context)

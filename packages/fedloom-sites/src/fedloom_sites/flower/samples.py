@@ -150,7 +150,7 @@ def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
 
 
 class NodeSamples(NamedTuple):
-    """Samples in one part of a node's data.
+    """Samples that belong to one part of a node's data.
 
     Attributes:
         inputs: inputs ``[n, ...]``, keyed by name.

@@ -48,14 +48,14 @@ from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
-"""Key for the round in the configs of Flower's strategies."""
+"""Key that stands for the round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
 """Advice on what to use instead of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
-"""Number of rounds in a second trial setting, which shows the options that depend on the number of rounds."""
+"""Number of rounds in a second trial setting, which reveals the options that depend on the number of rounds."""
 
 
 class Strategy(FlowerStrategy):
@@ -81,7 +81,7 @@ class Strategy(FlowerStrategy):
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
-        Refused: real nodes cannot compute the method.
+        Refused: the method cannot be computed by real nodes.
     """
 
     @undisturbed()

@@ -23,7 +23,7 @@ class Node:
     Args:
         job: the run, with the client's samples.
         server: initial state of the run's server.
-        client: number of the client.
+        client: the client's number.
         dense: see `Forms`.
     """
 

@@ -1,4 +1,4 @@
-"""The command ``fedloom reproduce``, which reproduces tables and figures of papers."""
+"""Command ``fedloom reproduce``, which reproduces tables and figures of papers."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
     """Add seeds step by step while a claim is undecided, provided that the recipe is cheap.
 
-    Return False if the time limit was reached.
+    Return False if the time limit has been reached.
     """
     from fedloom_studies.reproduce.judge import claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED

@@ -1,4 +1,4 @@
-"""Planning at equal gradients: find the number of rounds in which a method computes as many gradients as FedAvg."""
+"""Planning at equal gradients: finds the number of rounds in which a method computes as many gradients as FedAvg."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class BothProtocols(NamedTuple):
         return [name for name in again if self.rounds.find(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
-        """Return the methods whose change is significant and has the given sign, with the largest change first."""
+        """Return the methods whose change is significant and has the given sign, largest change first."""
         clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
         return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
 
@@ -96,7 +96,7 @@ def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
 
 
 def changes_in_words(c: BothProtocols) -> str:
-    """Return sentences about methods whose means differ significantly between equal gradients and equal rounds."""
+    """Return sentences about methods whose means at equal gradients and at equal rounds differ significantly."""
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
@@ -145,7 +145,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
     """Return a sentence about the methods that compute over 10 % more gradients than FedAvg.
 
-    A single round of these methods already exceeds the budget.
+    A single round of these methods alone exceeds the budget.
     """
     named = []
     for c in comparisons:

@@ -55,7 +55,7 @@ class Standing:
         figures: values keyed by name and seed. ``mean``, ``worst10`` and ``variance`` are statistics of the metric over
             clients after the last round. ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from
             the models of local training and FedAvg. ``gainers_local`` and ``gainers_fedavg`` are the fractions of
-            clients for which this difference is positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
+            clients for which these differences are positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
             round by which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
             ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
             evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
@@ -119,7 +119,7 @@ class SetupVerdict:
 
     @property
     def rivals(self) -> list[Standing]:
-        """Results of all methods except training on pooled data, with the best mean first."""
+        """Results of all methods except training on pooled data, best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property

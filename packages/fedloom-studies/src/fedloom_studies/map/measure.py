@@ -1,4 +1,4 @@
-"""Measurement of cells (each is a method in a setup): first the trials for tuning, then runs with new seeds.
+"""Measurement of cells, each of which is a method in a setup: first the trials for tuning, then runs with new seeds.
 
 Only missing parts are run. Cells are processed in any order, and the work stops when the time limit is reached.
 """
@@ -282,7 +282,7 @@ class CellWork(NamedTuple):
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
         """Return an outdated record as current if rerunning its first seed gives the same values, otherwise None.
 
-        The values must be exactly equal.
+        The values must be exactly the same.
         """
         if record is None or record.status != DONE_STATUS or record.digest != self.cell.digest:
             return None

@@ -306,7 +306,7 @@ def _settings(record: CellRecord) -> str:
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
-    """Return a row for each setup and method that shows how the method compares with all recorded methods."""
+    """Return a row for each setup and method that compares the method with all recorded methods."""
     rows = []
     for j in verdicts:
         for method in methods:
@@ -324,7 +324,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with one row for each run, and one for each cell without a run.
+    """Return a table with one row for each run, and one for each cell that has no run.
 
     Numbers are neither rounded nor scaled.
     """

@@ -88,7 +88,7 @@ def ladder(
         names: names of the methods, best first.
         values: value of each method.
         halves: half-width of each value's interval. NaN if there is no interval.
-        title: title of the values.
+        title: title shown for the values.
         groups: groups of methods that a test does not distinguish. Each group is drawn as a bar next to its rows.
         full: methods that are drawn as filled circles. All other methods are drawn as empty circles. If None, all
             methods are drawn as filled circles.

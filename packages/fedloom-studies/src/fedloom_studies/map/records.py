@@ -36,7 +36,7 @@ class Series(NamedTuple):
             as that of an attacker.
         rounds: numbers of the evaluated rounds, ``[k]``.
         mean: mean over clients in each of these rounds.
-        gradients: number of samples whose gradients had been computed by each of these rounds.
+        gradients: number of samples whose gradients were computed by the end of each of these rounds.
         bytes: number of bytes that had been sent in both directions by each of these rounds.
     """
 
@@ -101,7 +101,7 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
 
 
 def read_record(fields: Mapping[str, Any]) -> CellRecord:
-    """Convert plain values, such as those read from JSON, to a record."""
+    """Convert plain values (such as those read from JSON) to a record."""
     looks = {key: {seed: Series(*values) for seed, values in fields[key].items()} for key in ("seeds", "again")}
     return CellRecord(**{**fields, **looks})
 
@@ -112,7 +112,7 @@ def record_cell(record: CellRecord, file: Path) -> None:
 
 
 def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
-    """Return all records of a protocol, keyed by setup and method.
+    """Return all records made under a protocol, keyed by setup and method.
 
     Raises:
         RunDirError: a line of the file is not a record of the map.
@@ -135,7 +135,7 @@ def fill_reused(
 
     Args:
         records: records at equal gradients.
-        first: records at equal rounds. Reused cells that have no record at equal rounds are left out.
+        first: records at equal rounds. Reused cells without a record at equal rounds are left out.
     """
     whole = {}
     for key, record in records.items():

@@ -35,7 +35,7 @@ def reference_names() -> Iterator[tuple[str, str, str]]:
 
 
 def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
-    """Fit and score all references, and yield their records.
+    """Fit and score all references, and yield a record of each.
 
     For every seed, a reference is fitted to the training parts with scikit-learn's default settings and scored on the
     test parts.

@@ -46,7 +46,7 @@ class Setup:
         says: sentence that describes how the federation was constructed.
         share: core-minutes that all cells of the setup may take together at equal rounds.
         trials: number of trials per method. If there is only one trial, all methods run with their default settings.
-        tuning: seeds for the trials.
+        tuning: seeds used in the trials.
         seeds: seeds for the first results, at equal rounds and at equal gradients.
         further: seeds that are added to these at equal rounds, in this order, if the gains vary too much.
         plan: total number of seeds in each stage after the first. Each number was planned before any of its seeds was
@@ -254,8 +254,8 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
     The entries of the file have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
-        ConfigError: the file cannot be read, names a setting that the method does not have, or gives no valid space for
-            a setting.
+        ConfigError: the file cannot be read, names a setting that the method does not have, or does not define a valid
+            space for a setting.
     """
     from fedloom.lab.tune import check_values, space_of
 

@@ -16,7 +16,7 @@ MAP_FOLDER = "map"
 """Folder for each setup's page and pictures, and for the table of all runs."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
-"""Comparison that stands for a method without a result."""
+"""Comparison that represents a method without a result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:

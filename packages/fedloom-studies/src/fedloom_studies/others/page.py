@@ -25,7 +25,7 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""File in the folder of the summaries that contains concordances of the exact Cox regression. The script
+"""File, in the folder of the summaries, with concordances of the exact Cox regression. The script
 `studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
 """File, in the folder of the summaries, with the results of the public code's loops on adult.
@@ -89,7 +89,7 @@ def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
 
 
 def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
-    """Return the recipes of each table of another program, keyed by table. Recipes as published come first."""
+    """Return the recipes of each table of another program, keyed by table. Recipes as published are listed first."""
     by_table: dict[str, list[Recipe]] = {}
     for recipe in recipes.values():
         if recipe.paper.table:

@@ -51,7 +51,7 @@ class SeededLinear(ModelSpec):
             return self.module(shape, outputs)
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Return the layer with weights drawn from the current global generator."""
+        """Return the layer, whose weights are drawn from the current global generator."""
         return nn.Linear(shape[0], outputs)
 
 
@@ -161,7 +161,7 @@ class AflAdult(Source):
         """Read both files and return the data set.
 
         Raises:
-            DataError: raised as in the source ``adult``.
+            DataError: raised in the same cases as for the source ``adult``.
         """
         adult = load("adult", data_dir, **({} if self.path is None else {"path": self.path}))
         parts = []

@@ -81,7 +81,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
     """Return documents that extend the grids of methods whose best value lies at an edge.
 
     There is either a single document, or one for each key whose grid can be extended. The grids of different documents
-    do not overlap.
+    have no candidates in common.
     """
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
@@ -210,7 +210,7 @@ def first(document: Mapping[str, object]) -> dict[str, Any]:
 
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the methods whose settings are still open."""
+    """Return the methods that have open settings."""
     return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
 
 
@@ -220,7 +220,7 @@ def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
 
 
 def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment document of the search, with the methods that have open settings, and their grids."""
+    """Return the experiment document of the search, which contains the methods with open settings and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
     # a method may be called as another one's algorithm is: its grid is not the other one's

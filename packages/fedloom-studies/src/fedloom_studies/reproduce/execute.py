@@ -58,13 +58,13 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
     """Parse a document that leaves no settings open, and return its experiment.
 
     Raises:
-        ConfigError: raised as by `fedloom.lab.experiment.parse`.
+        ConfigError: see `fedloom.lab.experiment.parse`.
     """
     return parse({**document, "engine": {"workers": workers, **document.get("engine", {})}}, where)
 
 
 class TimeBudget:
-    """Time limit of a recipe.
+    """A recipe's time limit.
 
     When the limit is reached, the current run is saved and stopped. A stopped run can be resumed later.
     """
@@ -165,7 +165,7 @@ def reproduce(
 
 
 def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Record in the folder which documents it belongs to. Methods and seeds may still be added or left out later.
+    """Record in the folder to which documents it belongs. Methods and seeds may still be added or left out later.
 
     Raises:
         RunDirError: the folder contains runs or trials of another version of a variant.

@@ -35,7 +35,7 @@ UNSCALED_STATISTICS = ("variance", "jain")
 
 
 class Reference(NamedTuple):
-    """Reference that identifies a value: variant ("" stands for every variant), method, model and figure."""
+    """Reference that identifies a value by its variant ("" stands for every variant), method, model and figure."""
 
     variant: str
     method: str
@@ -83,7 +83,7 @@ class Unit(NamedTuple):
     ratio: bool = False
 
     def value(self, mean: float, spread: float | None = None) -> str:
-        """Render a mean, with its standard deviation if it is known: ``94.98 ± 0.20 %``."""
+        """Render a mean, with its standard deviation if this is known: ``94.98 ± 0.20 %``."""
         return self._resolve_name(self._format_value(mean, spread), self.name)
 
     def difference(self, mean: float, half: float | None = None) -> str:
@@ -135,7 +135,7 @@ def unit(figure: str) -> Unit:
 def _number(of: Unit, value: float, spread: float) -> str:
     """Render a number with two decimal places, or with one if the spread beside it is at least 1.
 
-    Numbers without a unit have four decimal places below 10, and five significant digits otherwise.
+    Numbers without a unit have four decimal places if they are below 10, otherwise five significant digits.
     """
     if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)

@@ -9,12 +9,12 @@ clearly ahead. A large lead over one rival therefore cannot make up for a loss t
 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks)
 whose result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about
 standard deviations over seeds are judged in the same way, with each value replaced by its distance from the median over
-seeds (Levene's test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are
-tested separately, with Holm's correction over the whole recipe. If one of them clearly contradicts the claim, the claim
-holds only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On this logarithmic
-scale, a single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its
-interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the
-paper's samples, with other seeds.
+seeds (Levene's test in the form of Brown and Forsythe). Comparisons with single rivals in single variants are tested
+separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the claim, the claim holds
+only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On this logarithmic scale, a
+single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its interim test
+and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the paper's samples,
+with other seeds.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class JudgedClaim:
     def least(self) -> Rival:
         """The rival that comes closest to contradicting the claim.
 
-        This rival has the smallest difference or, in a claim of equivalence, the largest.
+        This rival has the smallest difference or, if equivalence is claimed, the largest.
 
         If the claim does not hold, it is a rival that clearly contradicts it.
         """

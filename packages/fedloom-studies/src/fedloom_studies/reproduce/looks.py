@@ -26,7 +26,7 @@ EQUAL_MEANS_TOLERANCE = 1e-9
 class ClaimVerdict(StrEnum):
     """Possible verdicts on a claim of a paper.
 
-    For a claim that is not tested, a member of `Untested` states the reason.
+    If a claim is not tested, a member of `Untested` states the reason.
     """
 
     HOLDS = "holds"
@@ -46,9 +46,9 @@ class Untested(StrEnum):
         UNASKED: no recipe contains a test of the claim.
         NOT_RUN: the current version of the recipe has not been run.
         LOST: every run of a required method diverged or failed.
-        REGIME: the run is not comparable to that of the paper, as values that both report show.
-        STAND_IN: the recipe replaces the paper's data, features or network by others. The verdicts on it are shown on
-            its own page.
+        REGIME: the run is not comparable to that of the paper, as shown by values that both report.
+        STAND_IN: the recipe uses other data, features or networks than the paper. The verdicts on it are shown on its
+            own page.
         GPU: the run is so much smaller than that of the paper that more seeds would not help.
     """
 

@@ -1,6 +1,6 @@
 """Marks for verdicts. Each mark has its own shape and color, and always stands next to a word.
 
-The module also states how many claims have each verdict.
+The module also counts how many claims have each verdict.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ClaimCell(NamedTuple):
 
     @property
     def is_asked(self) -> bool:
-        """True if some recipe tests the claim, or will test it."""
+        """True if a recipe tests the claim, or will test it."""
         return self.reason != Untested.UNASKED
 
 

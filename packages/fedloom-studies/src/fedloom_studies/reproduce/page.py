@@ -273,7 +273,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
 
 
 def closest_difference(verdict: judge.JudgedClaim) -> str:
-    """Render the difference from the rival that comes closest to contradicting the claim, with the claim's margin."""
+    """Render the difference from the rival that comes closest to contradicting the claim, and the claim's margin."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"

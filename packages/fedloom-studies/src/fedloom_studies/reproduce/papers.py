@@ -118,7 +118,7 @@ def sheets() -> tuple[Sheet, ...]:
 
 
 def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes without those for tables of other programs, which have a page of their own."""
+    """Return the recipes, without those for tables of other programs, which have their own page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 

@@ -1,4 +1,6 @@
-"""Summaries of recipes that were run. Each recipe has one record per scale, which is stored together with the code.
+"""Summaries of recipes that were run.
+
+Each recipe has one record for each scale, which is stored together with the code.
 
 All verdicts are derived from these records.
 """
@@ -36,7 +38,7 @@ WRITE_INTERVAL_SECONDS = 5.0
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
-"""File with what is needed to run recipes that have neither a summary nor a laptop scale. The file is in the same
+"""File that states what recipes need that have neither a summary nor a laptop scale. The file is located in the same
 folder as the summaries."""
 
 
@@ -205,7 +207,7 @@ def needs(folder: Path) -> dict[str, Need]:
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
-    """Return all values of a run that a summary keeps, keyed by reference and seed."""
+    """Return all values of a run that are kept in a summary, keyed by reference and seed."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):

@@ -54,7 +54,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
         programs: folder of Flower's programs.
 
     Raises:
-        ConfigError: the site does not exist, the server never admitted its key, or the server's database cannot be
+        ConfigError: the site does not exist, the server has never admitted its key, or the server's database cannot be
             read.
         ProcessError: the key was revoked earlier, Flower reports an error, or Flower does not answer.
     """

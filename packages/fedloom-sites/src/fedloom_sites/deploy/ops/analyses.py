@@ -24,14 +24,14 @@ def analysis_states(
         log: lines of the audit log, which may have been written by an earlier version.
 
     Returns:
-        For each analysis its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
+        For each analysis: its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
         far, the ``reason``, and at the end the number of ``rows``.
     """
     return [_state(name, checkpoints, log) for name in _names(document)]
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the analyses that are computed, or may be computed, by sums."""
+    """Yield the names of the analyses that are, or may be, computed from sums."""
     for table in move_analyses(document).get("analysis", ()):
         name = str(table.get("kind", ""))
         try:

@@ -48,7 +48,7 @@ COMPARED_PACKAGES = (
     *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
 )
-"""Packages whose version `check_site` compares."""
+"""Packages whose versions `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
 """Maximum difference between a site's clock and the server's, because signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"

@@ -37,7 +37,7 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
 
     Args:
         name: the command's name.
-        of: settings of either the server or a site. Their fields fill in placeholders.
+        of: settings of either the server or a site. Their fields replace the placeholders.
         programs: folder of Flower's programs.
         values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 
@@ -59,7 +59,7 @@ def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | Non
     Args:
         home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
-        threads: number of threads of numerical libraries. None for the default of the libraries.
+        threads: number of threads of numerical libraries. None for the libraries' own default.
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}

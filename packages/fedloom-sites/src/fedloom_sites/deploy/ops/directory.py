@@ -428,7 +428,7 @@ def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> 
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """Write new files so that they survive a crash. Files with secrets are readable by their owner only.
+    """Write new files so that they survive a crash. Files that contain secrets can be read only by their owners.
 
     Raises:
         FileExistsError: a file already exists.

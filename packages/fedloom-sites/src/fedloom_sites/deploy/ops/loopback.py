@@ -173,7 +173,7 @@ class Loopback:
     ) -> Process:
         """Start and return a process of the server or of a site.
 
-        Its working directory is the folder of the server or of the site, as under systemd.
+        Its working directory is the folder of the server or the site, as under systemd.
         """
         variables = environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"

@@ -227,7 +227,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
 
 
 def take(folder: Path, change: Path, digest: str) -> Site:
-    """Approve a new agreement at a site, and return the new settings of the site.
+    """Approve a new agreement at a site, and return the site's new settings.
 
     The site then answers only messages under this agreement.
 
@@ -338,7 +338,7 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
 
 
 def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
-    """Return True if secure aggregation has the same sites plus the new site, and at least the same threshold."""
+    """Return True if secure aggregation covers the same sites and the new one, with at least the same threshold."""
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold

@@ -129,12 +129,12 @@ def plan(
         data_dir: folder of data sets.
         own_data: True if every site has its own data, rather than a share of the experiment's data.
         fixed_data: True to reject a site whose samples change during the run. Otherwise, the change is logged.
-        norm_bound: maximum L2 norm of the difference that the server accepts from a site. None for `DRIFT_MARGIN` times
-            the largest norm in the first round, which is simulated for this purpose.
-        most_samples: maximum number of samples in any part of a site's data. None for the number at the largest client,
-            which is unknown if sites have their own data.
+        norm_bound: maximum L2 norm of the difference that the server accepts from a site. None stands for
+            `DRIFT_MARGIN` times the largest norm in the first round, which is simulated for this purpose.
+        most_samples: maximum number of samples in any part of a site's data. None stands for the number at the largest
+            client, which is unknown if sites have their own data.
         secure_aggregation: True if the server receives masked sums (see `fedloom_sites.deploy.secure.protocol`).
-        threshold: minimum number of sites in any sum that is unmasked. None for more than two thirds.
+        threshold: minimum number of sites in any sum that is unmasked. None stands for more than two thirds.
         changes: maximum number of times that a site may leave the masked sums or return to them. None for
             `MAX_CHANGES`.
         verify: True if every site opens the masked sums itself and computes its models from them.
@@ -266,7 +266,7 @@ def _bound(job: Job, server: Any) -> NormBound | None:
 
     For a method that does not send a difference, the result is None.
 
-    If several fields of an upload are bounded, the result is a dict keyed by field.
+    If several fields of an upload have bounds, the result is a dict keyed by field.
     """
     everyone = torch.arange(job.n)
     for store in job.stores.values():

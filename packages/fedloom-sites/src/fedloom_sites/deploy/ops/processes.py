@@ -90,7 +90,7 @@ class Process:
         """Raise an error if the process has ended.
 
         Raises:
-            ProcessError: the process has ended. The message contains the end of its output.
+            ProcessError: the process has ended. The message contains the end of the process's output.
         """
         if not self.alive():
             raise ProcessError(

@@ -32,7 +32,7 @@ from fedloom_sites.deploy.setting_files import read_server
 from fedloom_sites.deploy.settings import Server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
-"""States that a run can be in after its end, keyed by the reason for the end. A stopped run can be resumed."""
+"""States that a run can be in after its end, keyed by the reason for the end. A run that was stopped can be resumed."""
 CERTIFICATE_CURES = {
     "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
     "authority's certificate": "start a new deployment",

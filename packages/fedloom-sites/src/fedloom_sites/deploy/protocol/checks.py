@@ -116,7 +116,7 @@ class Checks:
 
         Raises:
             LateReply: the reply is valid, but late.
-            Rejected: a check has failed. The message describes the failure. No other error is possible.
+            Rejected: a check has failed. The message describes the failure. No other errors are possible.
         """
         if pending is None:
             raise Rejected(1, "the reply does not answer an open message")
@@ -269,7 +269,7 @@ class Checks:
         return draft
 
     def _metrics(self, draft: _Draft) -> _Draft:
-        """Remove numbers that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
+        """Remove values that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
         assert self._job is not None

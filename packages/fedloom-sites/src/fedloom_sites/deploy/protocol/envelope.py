@@ -104,7 +104,7 @@ UNABLE_STATUS = "unable"
 """Status of a reply from a site that could not write to its disk, so that the server may send the message again."""
 
 MAX_REASON_CHARACTERS = 500
-"""Maximum number of characters in a reason."""
+"""Maximum length of a reason, in characters."""
 
 
 class Envelope(NamedTuple):
@@ -253,7 +253,7 @@ def unseal(
         head_limit: maximum number of bytes in the message's head.
 
     Raises:
-        WireError: records, fields, types or sizes are not as expected. No other error is possible.
+        WireError: records, fields, types or sizes are not as expected. No other errors are possible.
     """
     head, arrays = content.get(HEAD_RECORD), content.get(ARRAYS_RECORD)
     names = {HEAD_RECORD, ARRAYS_RECORD} | ({METRICS_RECORD} if METRICS_RECORD in content else set())

@@ -41,7 +41,8 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
         job: run.
         up: upload with finite fields ``[1, .]``.
         down: message that the client has received.
-        bounds: maximum norm of the difference of a field, keyed by name. A field that is not listed has no bound.
+        bounds: maximum norm of a field's difference, keyed by the field's name. A field that is not listed has no
+            bound.
 
     Returns:
         The upload, and whether the norm of any field was too large.

@@ -46,7 +46,7 @@ class StandIn:
         figures: metrics that the stand-in reports for its samples.
 
     Attributes:
-        length: length of its next vector.
+        length: length of the next vector.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class RehearsedSite:
         return self.rogue(memory=memory, **self._experiment(number))
 
     def _experiment(self, number: int) -> dict[str, Any]:
-        """Write a copy of the experiment with a different digest, and return the changed settings."""
+        """Write a copy of the experiment with a different digest, and return the settings changed accordingly."""
         if number == 0:
             return {}
         agreed, folder = self.site.experiment, self.folder / f"experiment-{number}"

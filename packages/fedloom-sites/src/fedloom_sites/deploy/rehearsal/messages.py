@@ -1,4 +1,4 @@
-"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
+"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, large tables."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of repeated and rejected messages, which should make the site raise an alarm."""
+    """Return the outcome of repeated and rejected messages, about which the site should raise an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
     for kind in ("hello", "train" if site.site.secure is None else "keys"):

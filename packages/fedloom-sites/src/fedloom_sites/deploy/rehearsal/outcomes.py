@@ -15,7 +15,7 @@ Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
 
 
 class Inapplicable(Exception):
-    """Error: an attack does not apply to a site. The message contains the reason."""
+    """Error: an attack cannot be applied to a site. The message states the reason."""
 
 
 class AttackOutcome(NamedTuple):
@@ -24,7 +24,7 @@ class AttackOutcome(NamedTuple):
     Attributes:
         verdict: see `Verdict`.
         tried: description of what was tried.
-        learned: information that the server learned about the site.
+        learned: what the server learned about the site.
         rule: rule that stopped the attack, or a description of the remaining risk.
     """
 

@@ -48,7 +48,7 @@ class AskedSite(Protocol):
 
     @property
     def figures(self) -> str:
-        """Metrics that the site's samples define."""
+        """The metrics that the site's samples define."""
         ...
 
     def reply(self, content: RecordDict) -> RecordDict:

@@ -103,7 +103,7 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Return a model in which each number is moved up by a few floating-point steps."""
+    """Return a model in which each number is increased by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row

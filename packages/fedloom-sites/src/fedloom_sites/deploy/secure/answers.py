@@ -98,7 +98,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
     """Verify a site's signature on the list of sites in a sum, and return the signature.
 
     Raises:
-        WireError: the signature does not belong to this sum.
+        WireError: the signature was not made for this sum.
     """
     try:
         public.verify(message, text)

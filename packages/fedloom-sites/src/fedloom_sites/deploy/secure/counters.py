@@ -115,7 +115,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
     would then reveal the answer of that site.
 
     Raises:
-        Broken: too few sites contribute, or a site is silent. The message states how many.
+        Broken: too few sites contribute, or a site is silent. The message states how many there are.
     """
     if counts.answered < threshold:
         raise Broken(
@@ -129,7 +129,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _masks(bound: bytes) -> bytes:
-    """Return the label from which the counters' masks are derived.
+    """Return the label from which the masks of the counters are derived.
 
     With it, the mask streams of the counters differ from those of the vectors.
     """

@@ -1,9 +1,9 @@
 """The site's part in secure aggregation, which masks the site's vectors.
 
 A site keeps only the secrets of the latest session, on its own disk, in a folder that only its owner can read. The site
-deletes the secrets when it sends its answer to the last step. If a message is repeated, the answer is the same. A
-different message for the same step is rejected, because two vectors under the same mask reveal their difference. A
-damaged session file ends its session, but has no further effect.
+deletes the secrets when it answers the last step. If a message is repeated, the answer is the same. A different message
+for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged session file
+ends its session, but has no further effect.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ class SessionMember:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.
 
         Raises:
-            Broken: counters are missing or too small. The message contains the reason.
+            Broken: counters are missing or too small. The message states the reason.
         """
         sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
@@ -410,9 +410,9 @@ class SessionMember:
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
-        """Store a value on first use, and raise an error if a later value differs.
+        """Store a value when it is first used, and raise an error if a later value differs.
 
-        A stored value never changes within a session.
+        Within a session, a stored value never changes.
         """
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")

@@ -1,6 +1,6 @@
 """Record of the sums that a site has helped to open, so that it can refuse a sum that would reveal a difference.
 
-There is one record per site and data set, and the data set is identified by its agreed name. The record continues
+There is one record per site and data set, and the data set is identified by its agreed name. The record remains valid
 across experiments, snapshots of the rows, and keys.
 
 Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
@@ -125,8 +125,8 @@ class OpenedSums:
             question: question that the sum answers, or an empty string if the session has none. For a question, the
                 round is its step number, and all steps cover the same sites.
             weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis, and then
-                by the site's number. All weights of a site are zero if its contribution is already known. None if the
-                sum contains noise and may therefore cover any sites.
+                by the site's number. If a site's contribution is already known, all of its weights are zero. None if
+                the sum contains noise and may therefore cover any sites.
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:

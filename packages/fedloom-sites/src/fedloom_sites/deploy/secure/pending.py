@@ -27,7 +27,7 @@ BYTES_FIELDS = ("signed", "counters", "shown")
 
 
 class PendingSum(NamedTuple):
-    """Sum that the server has requested from the sites.
+    """A sum that the server has requested from the sites.
 
     Attributes:
         round: round of the session.
@@ -40,7 +40,7 @@ class PendingSum(NamedTuple):
         sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
         models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
         total: sum of the vectors, masked until the sum is revealed.
-        attempts: number of times the sum has been requested.
+        attempts: how often the sum has been requested.
         told: True if the masks have already been removed from the sum.
         counters: masked counters keyed by client, if the sites check the total of the counters before they open this
             sum.

@@ -371,5 +371,5 @@ def read_adverts(message: bytes) -> list[Advert]:
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:
-    """Build the session of all sites that advertised keys."""
+    """Build the session of all sites that have advertised keys."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

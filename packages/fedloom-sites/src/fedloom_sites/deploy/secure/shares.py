@@ -161,7 +161,7 @@ def reveal_shares(
 
 
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Combine a threshold of shares, given as ``(index, share)``, into the secret, like `Shamir.combine`.
+    """Combine a threshold of shares, given as ``(index, share)``, to recover the secret, like `Shamir.combine`.
 
     Each half of the secret is a weighted sum of the shares, multiplied by a factor. `_weights` computes the weights and
     the factor, which depend only on the indices.

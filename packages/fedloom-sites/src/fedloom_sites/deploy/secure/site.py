@@ -82,7 +82,7 @@ class MaskedAnswers:
         """Return the answer to a step of a session, or to a request for the site's scores.
 
         Raises:
-            FedloomError: the site has no answer. The message contains the reason.
+            FedloomError: the site has no answer. The message states the reason.
         """
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
@@ -112,7 +112,7 @@ class MaskedAnswers:
                 return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return how many masked numbers the arrays of the newest answer contain, including its counters.
+        """Return the number of masked values in the arrays of the newest answer, including its counters.
 
         Args:
             kind: kind of the message.
@@ -235,7 +235,7 @@ class MaskedAnswers:
     def _weighed(self, terms: Terms) -> Job:
         """Return the run, with the shares of the objective that follow from the numbers of samples in these terms.
 
-        The shares are cached as long as the numbers of samples stay the same.
+        The shares are cached as long as the numbers of samples do not change.
         """
         if self._last is None or self._last[0] != terms.sizes:
             self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)

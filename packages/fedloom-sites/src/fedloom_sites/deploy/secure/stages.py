@@ -90,5 +90,5 @@ class Progress(NamedTuple):
 
 
 def progress_of(record: Mapping[str, object]) -> Progress:
-    """Return the stage that a site's record has reached."""
+    """Return the stage that a session has reached according to the site's record."""
     return Progress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))

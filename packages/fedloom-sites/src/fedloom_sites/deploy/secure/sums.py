@@ -138,7 +138,7 @@ class SecureSums:
             weights: every site's weights in the sum (see `Terms.weights`).
             request: function that creates the request for a client's vector. Its arguments include the shares of the
                 other sites.
-            length: length of a vector.
+            length: number of values in a vector.
             read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
                 implausible.
             counted: True if the sites check the total of their counters before they open the sum of their vectors.

@@ -115,7 +115,7 @@ class Terms(Value):
     def model_digests(self) -> dict[str, str]:
         """Digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
 
-        It is empty if the sites receive no models.
+        It is empty if no models are sent to the sites.
 
         All steps of an analysis have the same digest, so all their sums cover the same sites.
         """
@@ -299,7 +299,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
         sizes: numbers of the site's training, validation and test samples.
         figures: metrics that the site's samples define.
         clients: number of sites in the experiment.
-        accepted: round of the state from which the site is asked to answer.
+        accepted: round of the state from which the site should answer.
 
     Raises:
         Broken: the terms are wrong. The message describes the error.

@@ -268,8 +268,8 @@ class ScoreVector:
     ) -> bool:  # fmt: skip
         """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are those of `encode`. If a model could make a score of single sites not finite, or a constant,
-        the sum would show the score of the other sites.
+        The arguments are those of `encode`. If a model could make a score constant, or not finite, at single sites, the
+        sum would reveal the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
         return bool(scores) and all(

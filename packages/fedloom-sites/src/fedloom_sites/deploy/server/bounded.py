@@ -76,8 +76,8 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
     """Reassemble a reply from its objects, and return it.
 
     Raises:
-        TooLong: the reply exceeds the limit in bytes.
-        ObjectPullError: a part does not arrive.
+        TooLong: the reply has more bytes than the limit.
+        ObjectPullError: a part has not arrived.
     """
     times = Counter(part.object_id for part in iterate_object_tree(tree))
     total, counting = 0, threading.Lock()

@@ -127,11 +127,11 @@ class NodePresence(Roll):
         return node not in self._mute and seconds <= self.longest_wait(times)
 
     def name(self, node: int) -> str:
-        """Return the name of a node's site, or the node's number if the node has never answered."""
+        """Return the name of a node's site, or the node's number if it has never answered."""
         client = self.client(node)
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 
     def reasons(self) -> dict[str, str]:
-        """Return the reasons why connected nodes do not participate, keyed by name."""
+        """Return the reasons why connected nodes do not participate, keyed by the nodes' names."""
         mute = {self.name(n): "does not answer" for n in self._mute}
         return mute | {self.name(node): why for node, (why, _) in self._refused.items()}

@@ -1,4 +1,4 @@
-"""Server of a deployment, which runs the same rounds as a simulation, with clients that are real sites."""
+"""Server of a deployment, which runs the same rounds as a simulation, but whose clients are real sites."""
 
 from __future__ import annotations
 
@@ -124,15 +124,15 @@ def check_deployable(
     """Raise an error for settings that only simulations support or, if ``masked``, that need individual uploads.
 
     Args:
-        experiment: experiment to deploy.
+        experiment: experiment to be deployed.
         masked: True for a run with secure aggregation.
         start: True if the agreement contains the digest of the file with the initial model.
-        clients: number of sites in the experiment. None if the number is not known yet.
+        clients: number of sites in the experiment. None if the number is still unknown.
         verify: True if every site opens the masked sums itself (see `check_maskable`).
 
     Raises:
         ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
-            contains the reason.
+            states the reason.
     """
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):

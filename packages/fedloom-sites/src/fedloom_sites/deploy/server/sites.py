@@ -144,7 +144,7 @@ class Sites(StreamedClients):
         self._transport.give_up(client)
 
     def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
-        """Return scores that arrived with the training, or request them from sites that are not training now.
+        """Return the scores that arrived with the training, or request them from sites that are not training now.
 
         After the last round, every site computes scores.
         """

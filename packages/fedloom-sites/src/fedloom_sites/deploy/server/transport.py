@@ -49,7 +49,7 @@ class Transport:
 
     Attributes:
         members: sites that may participate, keyed by client.
-        presence: record of the connected sites.
+        presence: record of which sites are connected.
         figures: metrics that are defined by every site's samples. Empty if scores are not summed.
     """
 
@@ -97,7 +97,7 @@ class Transport:
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
-        """Greet nodes until all sites are connected, or until the patience runs out and the quorum is connected.
+        """Greet nodes until all sites are connected, or until the patience runs out while the quorum is connected.
 
         Args:
             everyone: description of the part of the run that needs every site's number of samples. Empty if the quorum
@@ -163,8 +163,7 @@ class Transport:
         Unanswered requests are repeated until ``need`` replies have arrived.
 
         A site that could not write to its disk receives the same request again, up to `MAX_REPEATS` times, even if
-        enough other sites have answered. A reply to a request that asks only for scores is not counted towards
-        ``need``.
+        enough other sites have answered. A reply to a request for scores only does not count towards ``need``.
 
         Args:
             round: round of the run.

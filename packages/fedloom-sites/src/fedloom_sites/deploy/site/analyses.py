@@ -7,8 +7,8 @@ nor the length, nor the number of messages.
 
 Across experiments on data with the same name, a site remembers which experiments have requested an analysis, and which
 subjects are in each set of rows that an analysis sums. Two analyses of sets that differ by only a few subjects would
-reveal these subjects. In that case, a site answers only the first of them. A site records each set of rows, and whether
-it will answer, before it answers.
+reveal these subjects. In that case, a site answers only the first of these analyses. A site records each set of rows,
+and whether it will answer, before it answers.
 """
 
 from __future__ import annotations

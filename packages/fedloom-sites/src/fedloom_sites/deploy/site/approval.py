@@ -1,8 +1,8 @@
 """A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
 
-If approval is required, the site trains only after approval. The sender of an agreement names the data, and this name
-determines which of its records a site uses for them. A site therefore continues to use the name under which it first
-used each source of samples.
+If approval is required, the site does not train before it is given. The sender of an agreement names the data, and this
+name determines which of its records a site uses for them. A site therefore continues to use the name under which it
+first used each source of samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Raise an error if a digest differs from the digest of the site's settings.
+    """Raise an error if a digest differs from that of the site's settings.
 
     Raises:
         ConfigError: the digests differ. The message contains both digests.

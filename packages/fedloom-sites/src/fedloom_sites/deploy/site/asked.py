@@ -19,7 +19,7 @@ from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MODEL_MESSAGES = ("ask", "train", "score", "analysis")
-"""Kinds of messages with models that a site answers individually. Under masks, the kinds are `masked` and `tally`."""
+"""Kinds of messages with models that a site answers individually. Under masks, these kinds are `masked` and `tally`."""
 IN_RUN = "in the whole run"
 """Key of the entry in the record that counts, for each kind, the models answered in the entire experiment."""
 
@@ -34,7 +34,7 @@ class AskedModels:
     Args:
         site: settings of the site, which include the agreed limit.
         memory: the site's state on disk.
-        trainer: the site's run, which gives the number of rounds.
+        trainer: the site's run, from which the number of rounds is taken.
     """
 
     def __init__(self, site: Site, memory: SiteState, trainer: Trainer) -> None:

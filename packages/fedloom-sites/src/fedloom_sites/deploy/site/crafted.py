@@ -65,7 +65,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
         down: message that the site received.
         t: round.
         ids: the site's number ``[1]``.
-        tokens: number of tokens in the vocabulary. A layer with one column per token is not checked.
+        tokens: number of tokens in the vocabulary. A layer that has one column for each token is not checked.
 
     Raises:
         RefusedModel: a layer contains too many such units.

@@ -1,7 +1,7 @@
 """Handover of messages from Flower's short-lived processes to the site's permanent process.
 
-Flower starts one process per message. This process imports neither PyTorch nor the experiment. It opens a Unix socket
-to the permanent process (see `warm`), which it starts if necessary, and passes a single message to it. Whichever
+Flower starts a new process for each message. This process imports neither PyTorch nor the experiment. It opens a Unix
+socket to the permanent process (see `warm`), which it starts if necessary, and passes a single message to it. Whichever
 process holds the lock on `warm.lock` is the site's process. The lock is inherited together with the socket, so there is
 only one such process even if many messages arrive at once.
 

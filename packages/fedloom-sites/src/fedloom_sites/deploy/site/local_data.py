@@ -113,7 +113,7 @@ def check_samples(site: Site, data: Dataset) -> None:
     """Raise an error if data do not fit the experiment.
 
     Raises:
-        DataError: the data contradict the experiment. The message describes both of them.
+        DataError: the data are inconsistent with the experiment. The message describes both of them.
         ConfigError: the data contradict the experiment in a way that reveals no value of a sample, so that the server
             may see the message.
     """
@@ -158,7 +158,7 @@ def check_patients(site: Site, source: Source, data: Dataset) -> None:
     """Raise an error if a site has fewer rows than agreed, either in total or in a class.
 
     Raises:
-        DataError: the site has too few rows. The message contains the actual and the required number of rows.
+        DataError: the site has too few rows. The message states the actual and the required number of rows.
     """
     agreement = getattr(source, "agreement", None)
     if agreement is not None:

@@ -47,7 +47,7 @@ def owned(folder: Path) -> list[Owned]:
     Sites without a model are omitted.
 
     Raises:
-        ConfigError: the folder contains no site.
+        ConfigError: the folder does not contain a site.
         CheckpointError: a file is damaged.
     """
     files = [folder / "site.toml"] if (folder / "site.toml").exists() else sorted(folder.glob("sites/*/site.toml"))

@@ -6,7 +6,7 @@ that starts its tasks share random bytes, which are generated anew at each start
 task: Flower's program, but with fedloom's app.
 
 Neither process imports Flower's command-line programs where functions of Flower are sufficient. The process that starts
-tasks is forked before the network process starts a thread, so that both processes share Flower's modules in memory.
+tasks is forked before the network process starts a thread, so that the two processes share Flower's modules in memory.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PlainAnswers:
         """Return the answer to a message in a round.
 
         Raises:
-            FedloomError: the site has no answer. The message contains the reason.
+            FedloomError: the site has no answer. The message states the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
         if head["kind"] == "analysis":
@@ -108,7 +108,7 @@ def single(arrays: list[bytes]) -> bytes:
     """Return the only array in a message.
 
     Raises:
-        WireError: the message contains no array, or more than one.
+        WireError: the message does not contain exactly one array.
     """
     if len(arrays) != 1:
         raise WireError(f"expected 1 array, got {len(arrays)}")

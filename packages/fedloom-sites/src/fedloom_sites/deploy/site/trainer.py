@@ -79,8 +79,8 @@ class Trainer:
     Args:
         site: the site's settings.
         memory: the site's state on disk.
-        fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
-            settings.
+        fed: samples of the site, if they have already been read. None if the samples are read from the source in the
+            site's settings.
 
     Attributes:
         site: settings of the site.

@@ -49,7 +49,7 @@ message."""
 LOOK_INTERVAL_SECONDS = 5
 """Time in seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
-"""Time in nanoseconds within which a changed file may change again without a new modification time."""
+"""Time, in nanoseconds, within which a changed file may change again without a new modification time."""
 
 
 class Warm:
@@ -89,7 +89,7 @@ class Warm:
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
-"""Path, inode, size, and times of content and inode changes in nanoseconds, for every file."""
+"""For each file: path, inode, size, and the times in nanoseconds at which its content and its inode changed."""
 
 
 def stamp(site: Site) -> Stamp | None:
