@@ -74,7 +74,7 @@ MAX_EXPONENT = 700.0
 class Glm(Penalized):
     """Regression over the rows of all clients, computed from sums.
 
-    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
+    The regression is logistic for a binary task, Poisson for counts, and linear for other targets.
     """
 
     kind: ClassVar[str] = "glm"
@@ -248,7 +248,7 @@ class Glm(Penalized):
     def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
         """Return True if a single row has most of the information, of the residuals, or of the lengths in a metric.
 
-        In a linear regression, coefficients cannot single out a row.
+        The coefficients of a linear regression cannot single out a row.
         """
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = site.x @ beta

@@ -27,10 +27,9 @@ UNIT_FACTORS = {
 }  # fmt: skip
 """Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which the ratio of two clients' medians is regarded as the ratio of two units."""
+"""Relative tolerance within which the ratio of two clients' medians counts as the ratio of two units."""
 NOTED_DISTANCE = 1.0
-"""Distance between a client's mean and that of the other clients from which on a note is added, in standard deviations
-of the other clients' rows.
+"""Distance of a client's mean from the others' mean that causes a note, in the others' standard deviations.
 
 For comparison, Cohen calls an effect of 0.8 large.
 """
@@ -55,7 +54,7 @@ class SummaryColumn:
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
-        of: merged bin that each agreed bin belongs to, ``[bins]``.
+        of: merged bin to which each agreed bin belongs, ``[bins]``.
     """
 
     name: str
@@ -128,7 +127,7 @@ def describe_number(
 def _bound(of: GroupMoments, group: int) -> float | None:
     """Return the largest effect of rounding on the mean or deviation of a group.
 
-    Return None for fewer than two rows.
+    Return None if there are fewer than two rows.
     """
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
@@ -167,7 +166,7 @@ def describe_code(
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
     """Return the p value of a one-way analysis of variance.
 
-    Return None if there are fewer than two groups or if there is no spread.
+    If there are fewer than two groups or no spread, return None.
     """
     within = total - between
     if groups < 2 or rows <= groups or within <= 0:
@@ -184,7 +183,7 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, in which rows are assumed to be spread evenly.
+    """Return a quantile computed from counts in bins, assuming that rows are spread evenly within each bin.
 
     Return None if there are no rows.
     """
