@@ -29,7 +29,7 @@ _RENAMED_CHOICES = {
 }  # fmt: skip
 RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
     "": _RENAMED_CHOICES,
-    "method": _RENAMED_CHOICES,
+    "method": {**_RENAMED_CHOICES, "name": "label"},
     "data": {"users": "client_column", "label": "target", "kept": "group_columns"},
     "data synthetic": {"users": "clients", "reading": "spread_unit"},
     "data docstrings": {"most": "max_characters", "least": "min_characters"},
