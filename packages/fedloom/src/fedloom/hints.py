@@ -29,7 +29,7 @@ _RENAMED_CHOICES = {
 }  # fmt: skip
 RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
     "": _RENAMED_CHOICES,
-    "method": {**_RENAMED_CHOICES, "name": "label"},
+    "method": _RENAMED_CHOICES,
     "data": {"users": "client_column", "label": "target", "kept": "group_columns"},
     "data synthetic": {"users": "clients", "reading": "spread_unit"},
     "data docstrings": {"most": "max_characters", "least": "min_characters"},
@@ -225,6 +225,8 @@ class Places:
             return (
                 'it belongs to the name of a method. Give the method with it, as fl.algorithms.FLAME(defaults="paper")'
             )
+        if key == "name" and self.method and self.file:
+            return f"the name of a method in tables and charts is its label: label = {_toml(value)}"
         places = (self._place(name, value, table) for name in names)
         # other data would be another experiment, so their options come last
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
