@@ -35,6 +35,8 @@ from statsmodels.discrete.discrete_model import Logit
 from statsmodels.genmod import families
 from statsmodels.genmod.generalized_linear_model import GLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # deployments of its tests
+
 import fedloom as fl
 from fedloom.analyses import Analysis, AnalysisTerms, Rules, analysis_of, answer_question, run_questions, sum_answers
 from fedloom.analyses.run import clients_of

@@ -13,6 +13,7 @@ Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -92,19 +93,24 @@ class Wald:
     beta: Floats
     se: Floats
 
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of Student's t distribution of the tests. Infinite for the normal distribution."""
+        return math.inf
+
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Return the lower and upper ends of the Wald interval of each coefficient."""
-        from scipy.special import ndtri  # slow to import
+        from scipy.special import stdtrit  # slow to import
 
-        reach = ndtri(0.5 + level / 2) * self.se
+        reach = stdtrit(self.degrees, 0.5 + level / 2) * self.se
         return self.beta - reach, self.beta + reach
 
     @property
     def p_values(self) -> Floats:
         """P values of two-sided Wald tests of beta = 0, ``[p]``."""
-        from scipy.special import ndtr
+        from scipy.special import stdtr
 
-        values: Floats = 2 * ndtr(-np.abs(self.beta / self.se))
+        values: Floats = 2 * stdtr(self.degrees, -np.abs(self.beta / self.se))
         return values
 
 
