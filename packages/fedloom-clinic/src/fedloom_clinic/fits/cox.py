@@ -51,6 +51,11 @@ decrement of the last step is smaller."""
 MIN_COLUMN_WIDTH = 1e-140
 """Minimum span of a column, and the inverse of the maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
+MAX_STALLED_DECREMENT = 1e-9
+"""Newton decrement, relative to the likelihood, below which a step that does not raise the likelihood is the last one.
+
+The rounding of sums then hides the gain, so further steps would only repeat it.
+"""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
@@ -345,7 +350,11 @@ def newton(
                 beta, here = beta + step, ahead
             ended = True
             break
+        wanted = beta + step
         beta, here = _stepped(at, beta, step, here)
+        if rise < MAX_STALLED_DECREMENT * max(1.0, abs(here.value)) and not np.array_equal(beta, wanted):
+            ended = True
+            break
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else None
         if direction is not None:
