@@ -204,11 +204,10 @@ class Cox(Penalized):
         return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), None
 
     def remarks(self, table: pa.Table) -> Sequence[str]:
-        late, rare, events = (int(table[name][0].as_py()) for name in ("late_lost", "rare_lost", "events"))
-        whole = events + late + rare
-        notes = (
-            [f"{late} of {whole} events count as censored, because they are after the last time bin"] if late else []
-        )
+        beyond, rare, events = (int(table[name][0].as_py()) for name in ("late_lost", "rare_lost", "events"))
+        whole, notes = events + beyond + rare, list[str]()
+        if beyond:
+            notes.append(f"{beyond} of {whole} events count as censored, because they are after the last time bin")
         if rare and self.stratify:
             why = f"their clients have fewer than {self.min_events} events. Rows of these clients are left out"
             notes.append(f"{rare} of {whole} events are not used, because {why} (min_events)")
