@@ -203,6 +203,19 @@ class Cox(Penalized):
         table = cox_table(fit, names, agreed)
         return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), None
 
+    def remarks(self, table: pa.Table) -> Sequence[str]:
+        beyond, rare, events = (int(table[name][0].as_py()) for name in ("late_lost", "rare_lost", "events"))
+        whole, notes = events + beyond + rare, list[str]()
+        if beyond:
+            notes.append(f"{beyond} of {whole} events count as censored, because they are after the last time bin")
+        if rare and self.stratify:
+            why = f"their clients have fewer than {self.min_events} events. Rows of these clients are left out"
+            notes.append(f"{rare} of {whole} events are not used, because {why} (min_events)")
+        elif rare:
+            why = f"their clients have fewer than {self.min_events} events in the same time bin (min_events)"
+            notes.append(f"{rare} of {whole} events count as censored, because {why}")
+        return notes
+
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
         p = len(ranges_of(terms, flagged=not self.shows_rows)[0])

@@ -330,7 +330,7 @@ class Glm(Penalized):
             beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
-        scale = 1.0
+        scale, degrees = 1.0, None
         if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
             exact = exact or evaluate(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
@@ -338,7 +338,8 @@ class Glm(Penalized):
                 raise DataError(
                     f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. Omit columns"
                 )
-            scale = max(of_targets - 2 * exact.value, 0.0) / (count - spent)  # rounding may leave a perfect fit below 0
+            degrees = count - spent
+            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # rounding may leave a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)
@@ -357,7 +358,7 @@ class Glm(Penalized):
         if self.penalty == "firth":
             moved = tilt_error(here, np.full(size, error), size * error, reach)
         bound = np.abs(back).sum(1) * moved * unit
-        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge), bound
+        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge, degrees), bound
 
     @staticmethod
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:

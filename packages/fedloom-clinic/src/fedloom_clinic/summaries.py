@@ -106,11 +106,12 @@ def describe_number(
     gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
             if deviation[a] + deviation[b] > 0]  # fmt: skip
     squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
-    if len(full) == 2:
+    p = None
+    if (n > 0).sum() > 2:  # a group of one row has no deviation, but a mean
+        p = _f_test(squares - float(of.squares.sum()), squares, int((n > 0).sum()), n.sum())
+    elif len(full) == 2:
         a, b = full
         p = stats.ttest_ind_from_stats(mean[a], deviation[a], n[a], mean[b], deviation[b], n[b], equal_var=False).pvalue
-    else:
-        p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
     for g in some:
         counts = counted[g][:-3]
         middle = {name: _quantile(edges, counts, level) for name, level in TABLE_QUANTILES.items()}

@@ -85,14 +85,14 @@ class Draft:
             raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
         several = outcomes.labels(survey, targets, event) if len(targets) > 1 else ()
-        given = targets[0] if targets else None
-        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, given, event)
+        first_target = targets[0] if targets else None
+        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, first_target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
         self._labels = several
         if several:
             self._take_labels()
         elif outcome.target is not None:
-            self._take_target(outcome.target, given is not None, outcome.alternatives)
+            self._take_target(outcome.target, first_target is not None, outcome.alternatives)
         else:
             self.questions.append(outcome.question)
             self.report.append(f"target: not clear: {outcome.question}")
@@ -257,8 +257,10 @@ class Draft:
         sure, doubtful = survey.sites([column.name for column in self._outcome])
         has_target = np.ones(survey.rows, bool)
         if target is not None:
-            known = [(column.cells != "") & ~np.isin(column.cells.astype(str), column.odd) for column in self._outcome]
-            has_target = np.any(known, 0) if self._labels else known[0]
+            present = [
+                (column.cells != "") & ~np.isin(column.cells.astype(str), column.odd) for column in self._outcome
+            ]
+            has_target = np.any(present, 0) if self._labels else present[0]
 
         subject = self._subject
         if subject is not None:

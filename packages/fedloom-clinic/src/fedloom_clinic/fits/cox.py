@@ -13,6 +13,7 @@ Efron, JASA 1977. The sums over sites are computed as in C.-L. Lu et al., "WebDI
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -50,6 +51,11 @@ limit on the last step's decrement is smaller."""
 MIN_COLUMN_WIDTH = 1e-140
 """Minimum span of a column, and the inverse of its maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
+MAX_STALLED_DECREMENT = 1e-9
+"""Newton decrement, relative to the likelihood, below which a step that does not raise the likelihood is the last one.
+
+The rounding of sums then hides the gain, so further steps would only repeat it.
+"""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
@@ -92,19 +98,24 @@ class Wald:
     beta: Floats
     se: Floats
 
-    def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Return the lower and upper ends of each coefficient's Wald interval."""
-        from scipy.special import ndtri  # slow to import
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of Student's t distribution of the tests. Infinite for the normal distribution."""
+        return math.inf
 
-        reach = ndtri(0.5 + level / 2) * self.se
+    def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
+        """Return the lower and upper ends of the Wald interval of each coefficient."""
+        from scipy.special import stdtrit  # slow to import
+
+        reach = stdtrit(self.degrees, 0.5 + level / 2) * self.se
         return self.beta - reach, self.beta + reach
 
     @property
     def p_values(self) -> Floats:
         """P values of two-sided Wald tests of beta = 0, ``[p]``."""
-        from scipy.special import ndtr
+        from scipy.special import stdtr
 
-        values: Floats = 2 * ndtr(-np.abs(self.beta / self.se))
+        values: Floats = 2 * stdtr(self.degrees, -np.abs(self.beta / self.se))
         return values
 
 
@@ -340,7 +351,11 @@ def newton(
                 beta, here = beta + step, ahead
             ended = True
             break
+        wanted = beta + step
         beta, here = _stepped(at, beta, step, here)
+        if rise < MAX_STALLED_DECREMENT * max(1.0, abs(here.value)) and not np.array_equal(beta, wanted):
+            ended = True
+            break
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else None
         if direction is not None:

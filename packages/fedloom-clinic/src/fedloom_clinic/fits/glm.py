@@ -71,6 +71,8 @@ class GlmFit(Wald):
         rows: number of rows.
         ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
             penalized information.
+        residual_degrees: degrees of freedom of the residuals of a linear regression, which its intervals and tests use.
+            None for other regressions.
     """
 
     names: list[str]
@@ -78,6 +80,11 @@ class GlmFit(Wald):
     se: Floats
     rows: int
     ridge: Ridge | None = None
+    residual_degrees: float | None = None
+
+    @property
+    def degrees(self) -> float:
+        return super().degrees if self.residual_degrees is None else self.residual_degrees
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
@@ -161,7 +168,7 @@ def fit_glm(
     beta, here = newton(
         penalized, labels, lambda: _separation(scaled, family, first), intercepts=first, penalty=penalty
     )
-    inverse, scale = np.linalg.inv(here.information), 1.0
+    inverse, scale, degrees = np.linalg.inv(here.information), 1.0, None
     if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
         exact = at(beta)
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
@@ -170,14 +177,15 @@ def fit_glm(
                 f"{count} rows for {len(beta)} coefficients leave no degrees of freedom for the residuals. Omit columns"
             )
         residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
-        scale = max(residual, 0.0) / (count - spent)  # rounding may leave a perfect fit less than 0
+        degrees = count - spent
+        scale = max(residual, 0.0) / degrees  # rounding may leave a perfect fit less than 0
     back = np.eye(len(beta))  # coefficients as they are measured are linear in these
     back[first:, first:] = np.diag(1 / spread)
     back[:first, first:] = -(centre / spread)
     covariance = back @ inverse @ back.T * scale * unit**2
     beta = back @ beta * unit
     beta[:first] += middle
-    return GlmFit(labels, beta, np.sqrt(covariance.diagonal()), count, ridge)
+    return GlmFit(labels, beta, np.sqrt(covariance.diagonal()), count, ridge, degrees)
 
 
 def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:

@@ -249,7 +249,8 @@ def analyze(
         )
 
     state, log = run_questions(value, public, ask, place)
-    return AnalysisResult(value, value.result(state), tuple(log), (), value.model(state))
+    table = value.result(state)
+    return AnalysisResult(value, table, tuple(log), tuple(value.remarks(table)), value.model(state))
 
 
 def _send(

@@ -99,10 +99,8 @@ class SetupVerdict:
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
             given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
             and is 0 if ``spread`` is unknown.
-        standings: results of the methods that have finished, with the best mean first.
-        records: record of every method, keyed by method. Records contain only the seeds that were judged.
-        seeds: seeds that were judged: those of the last stage of the setup's plan that every method has run. All of
-            them are judged by one test, whatever the verdict of the stage before.
+        standings: results of the methods that have finished, best mean first.
+        records: record of every method, keyed by method.
     """
 
     setup: Setup

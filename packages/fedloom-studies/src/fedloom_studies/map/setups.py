@@ -29,7 +29,7 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Basis on which runs are compared: equal rounds, or equal numbers of gradients (those of FedAvg in these rounds)."""
+"""Basis on which runs are compared: equal numbers of rounds, or equal numbers of gradients (those of FedAvg)."""
 SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
 """Entries of a setup that contain seeds, or numbers of seeds."""
 POOLED_METHOD = "centralized"
@@ -46,12 +46,9 @@ class Setup:
         says: sentence that describes how the federation was constructed.
         share: core-minutes that all cells of the setup may take together at equal rounds.
         trials: number of trials per method. If there is only one trial, all methods run with their default settings.
-        tuning: seeds used in the trials.
-        seeds: seeds for the first results, at equal rounds and at equal gradients.
-        further: seeds that are added to these at equal rounds, in this order, if the gains vary too much.
-        plan: total number of seeds in each stage after the first. Each number was planned before any of its seeds was
-            run, from the spread of the gains in the stage before (`SetupVerdict.needed`).
-        again: seeds for a second run that confirms verdicts.
+        tuning: seeds for the trials.
+        seeds: seeds with which results are computed.
+        again: seeds for a second run, which confirms verdicts.
         space: search space for every method, added to the default spaces.
         document: content of an experiment file, without methods.
         references: True if scikit-learn models are also fitted (see `fedloom_studies.map.references`).
