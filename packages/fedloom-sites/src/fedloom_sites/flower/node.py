@@ -268,7 +268,10 @@ class _Node:
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
             with undisturbed():
-                self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
+                problem = local.read()
+                self._runs[key] = _Run(local, problem, shapes_of(local.model))
+            for note in problem.fed.remarks:
+                sys.stderr.write(f"fedloom: node {context.node_id}: {note}\n")
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
