@@ -27,7 +27,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 def coupled(output: Tensor, target: Tensor) -> Tensor:
     """Not a sum over samples."""
-    return functional.cross_entropy(output, target) ** 2 + output.logsumexp(0).mean()
+    return functional.cross_entropy(output, target) ** 2 + output.logsumexp(0).square().mean()
 
 
 def work_of(problem: Problem, oracle: str, objective: Objective, **local: Any) -> tuple[Network, Work]:
