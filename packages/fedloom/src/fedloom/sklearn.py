@@ -87,6 +87,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
         table = Table.numeric(x.shape[1])
         self.notes_ = self._survey(x, y, more)
+        for note in self.notes_:
+            warnings.warn(note, stacklevel=4)
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
@@ -181,7 +183,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             None.
         classes_: names of the classes ``[C]``, or numbers of the labels ``[k]``.
         multilabel_: True if every row has several labels.
-        notes_: notes about columns with possible problems, such as row numbers or copies of the target.
+        notes_: notes about columns with possible problems, such as row numbers or copies of the target. `fit` also
+            issues each note as a warning.
     """
 
     def __sklearn_tags__(self) -> Tags:

@@ -43,20 +43,24 @@ NAME_COLUMNS = words(
 )
 """Names of columns with names of people, in lower case and without spaces and accents."""
 PERSON_WORDS = (
-    "patient|pat|pt|subject|subj|person|individual|participant|case|proband|member|family|household|couple|litter|twin|"
-    "user|animal|pig"
+    "patient(en)?|pat|pt|subject|subj|person|individual|participant|respondent|case|proband(en)?|pseudonym|member|family|"
+    "household|couple|litter|twin|user|animal|pig|paciente|paziente|pacjent|pasient"
 )
 """Alternatives of a pattern: words for people and similar units whose rows belong together."""
-RECORD_WORDS = (
-    "customer|client|employee|student|account|policy|record|stay|icustay|hadm|visit|admission|encounter|sample|specimen|"
-    "accession|barcode"
+NUMBERED_WORDS = (
+    "customer|client|employee|student|account|policy|record|fall|versicherten|kunden|mitarbeiter|mitglieds|matrikel"
 )
-"""Alternatives of a pattern: words that identify a person or record only next to a word for a number."""
+"""Alternatives of a pattern: words that mean a person or case next to a word for a number or identifier."""
+RECORD_WORDS = "stay|icustay|hadm|visit|admission|encounter|sample|specimen|accession|barcode|child|infant|donor"
+"""Alternatives of a pattern: words that mean an identifier only next to ``id``. A visit number may be a count."""
 PERSON_WORD_PATTERN = re.compile(
     rf"u?({PERSON_WORDS})((id|nr|no|num|number|nummer|key)s?)?|pid|mrn|uid|ids?|seqn|(icu)?stayid|hadmid"
 )
 """Pattern of a word that means a person or the identifier of a person. Plurals, as in ``cases``, are counts."""
-ID_WORD_PATTERN = re.compile(rf"ids?|uuid|guid|mrn|pid|uid|seqn|u?({PERSON_WORDS}|{RECORD_WORDS})(id|key)s?")
+ID_WORD_PATTERN = re.compile(
+    rf"ids?|uuid|guid|mrn|pid|uid|seqn|u?({PERSON_WORDS}|{NUMBERED_WORDS}|{RECORD_WORDS})(id|key)s?|"
+    rf"({NUMBERED_WORDS})(nr|no|number|nummer)"
+)
 """Pattern of a word that means an identifier wherever it occurs in a name."""
 NUMBER_WORDS = words("no nr num number nummer key")
 """Last words of a name that mean an identifier if the word before means a person or record."""
@@ -68,8 +72,8 @@ Any other word, as in hospital_expire_flag, may change the meaning.
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
 """Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
-    "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
-    "mobilenumber msisdn imei cellphone handy handynummer fax whatsapp puhelin contact contactnumber contactno "
+    "phone numbers": "phone phonenumber telephone telefon telefonnummer tlf telefono telefone telefoon tel mobile "
+    "mobil mobilenumber msisdn imei cellphone handy handynummer fax whatsapp puhelin contact contactnumber contactno "
     "contactnr kontakt kontaktnummer rufnummer contacto contatto celular cellulare телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
@@ -208,6 +212,8 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "email addresses"
     lone = bool(ends & LONE_NAME_COLUMNS) or plain in ("patient", "person")
     few = lone or plain in POSSIBLE_NAME_WORDS
+    if len(texts) >= MIN_NAMES and _share(TITLE_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        return "names of people"
     if text and len(texts) >= (MIN_NAMES if few else MIN_PATTERN_CELLS) and (kind := _find_names(texts, lone)):
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
@@ -279,7 +285,7 @@ def names_subject(name: str) -> bool:
         any(map(ID_WORD_PATTERN.fullmatch, parts))
         or names_person(name)
         or parts == ["key"]
-        or (numbered and bool(re.fullmatch(f"{PERSON_WORDS}|{RECORD_WORDS}", parts[-2])))
+        or (numbered and bool(re.fullmatch(f"{PERSON_WORDS}|{NUMBERED_WORDS}", parts[-2])))
     )
 
 

@@ -274,16 +274,19 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
 def _is_unbounded(loss: Function, outputs: Tensor, y: Tensor) -> bool:
     """Return True if a loss of classes falls without limit when the outputs grow.
 
-    Each sample has the class with its largest output, and then the class with its smallest output. Log probabilities,
-    which are at most 0, have a loss of at least 0 for both. Probabilities cannot grow.
+    Each sample has the class with its largest output, and then the class with its smallest output. Probabilities and
+    their logarithms cannot grow.
     """
-    grows = bool((outputs < 0).any()) or not torch.allclose(outputs.sum(-1), torch.ones(()).to(outputs))
-    if y.is_floating_point() or y.ndim != 1 or not len(y) or not grows:
+    if y.is_floating_point() or y.ndim != 1 or not len(y):
         return False
     if outputs.shape[1] > 1:
+        one = torch.ones(()).to(outputs)
+        if any(torch.allclose(p.sum(-1), one) and bool((p >= 0).all()) for p in (outputs, outputs.exp())):
+            return False
+        outputs = outputs - outputs.mean(1, keepdim=True)
         targets = outputs.argmax(1), outputs.argmin(1)
     else:
-        targets = (outputs[:, 0] > 0).to(y.dtype), (outputs[:, 0] <= 0).to(y.dtype)
+        targets = outputs[:, 0] > 0, outputs[:, 0] <= 0
     values = list[float]()
     for target in targets:
         for factor in GROWING_FACTORS:
