@@ -104,8 +104,7 @@ def test_several_labels_of_a_row_are_predicted() -> None:
     with pytest.raises(DataError, match=r"y of shape \[180, 2\] must contain only 0 and 1, with one column per label"):
         made.fit(X, np.stack([SIGN, SIGN], 1))
     leaky = np.column_stack([X, y[:, 1]])
-    with pytest.warns(UserWarning, match="label 1"):
-        made.fit(leaky, y)
+    assert any("label 1" in note for note in made.fit(leaky, y).notes_)
 
 
 def test_it_works_with_the_tools_of_scikit_learn() -> None:

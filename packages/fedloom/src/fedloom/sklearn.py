@@ -87,8 +87,6 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             more |= {"users": torch.from_numpy(users), "user_names": tuple(map(level, names.tolist()))}
         table = Table.numeric(x.shape[1])
         self.notes_ = self._survey(x, y, more)
-        for note in self.notes_:
-            warnings.warn(note, stacklevel=4)
         data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, notes=self.notes_, **more)
         cut = {"test": 0.0, "validation": 0.0}
         split = partitions.iid(clients=self.clients, **cut) if groups is None else partitions.natural(**cut)
@@ -142,6 +140,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         numbered = [
             f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
         ]
+        for note in numbered:
+            warnings.warn(note, stacklevel=5)
         design = more.get("design")
         return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
 
@@ -184,7 +184,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         classes_: names of the classes ``[C]``, or numbers of the labels ``[k]``.
         multilabel_: True if every row has several labels.
         notes_: notes about columns with possible problems, such as row numbers or copies of the target. `fit` also
-            issues each note as a warning.
+            warns about row numbers and personal data, which every table leaves out.
     """
 
     def __sklearn_tags__(self) -> Tags:
