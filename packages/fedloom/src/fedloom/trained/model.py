@@ -187,8 +187,8 @@ class Model:
         return self._warned(new.x)
 
     def _warned(self, x: Tensor) -> Tensor:
-        """Return raw samples unchanged, and warn if they are far from the training data."""
-        for sentence in self.strange(x):
+        """Return raw samples unchanged, and warn if most values of a column, or most samples, are far outside."""
+        for sentence in self.strange(x) if self.find_far(x) else ():
             warnings.warn(sentence, stacklevel=4)
         return x
 
