@@ -19,11 +19,10 @@ from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     MOST_ALONE,
     PER_LEVEL,
-    PERSON_NAME_PATTERN,
     ColumnProfile,
     repeats,
 )
-from fedloom.data.survey.people import IDENTITY_KINDS, words
+from fedloom.data.survey.people import IDENTITY_KINDS, NEUTRAL_WORDS, names_person, split_name, words
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
@@ -41,11 +40,6 @@ AMBIGUOUS_WORDS = words("school practice trust bank branch")
 """Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
-NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words that may accompany a word in `SITE_WORDS` without changing its meaning.
-
-Any other word, as in hospital_expire_flag, may change the meaning.
-"""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
 """Pattern of the names of columns that contain a number of sites."""
 
@@ -120,7 +114,7 @@ class Survey:
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()
         for column in fit:
-            parts = {word.rstrip("0123456789") for word in split_words(column.name)}
+            parts = {*split_name(column.name)}
             if COUNT_OF_PATTERN.search(column.name):
                 continue
             if parts & SITE_WORDS and parts <= SITE_WORDS | NEUTRAL_WORDS:
@@ -145,7 +139,7 @@ class Survey:
             and (c.personal in IDENTITY_KINDS if c.personal else repeats(c.name, c.levels, len(c.present)))
         ]  # fmt: skip
         whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
-        first = sorted(whole or fit, key=lambda c: (PERSON_NAME_PATTERN.search(c.name) is None, len(c.levels)))
+        first = sorted(whole or fit, key=lambda c: (not names_person(c.name), len(c.levels)))
         sure = [c.name for c in first if names_person(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
@@ -159,19 +153,7 @@ class Survey:
             first_names.setdefault(key, name)
 
 
-def names_person(name: str) -> bool:
-    """Return True if a name can only be that of a number that identifies a person, unlike ``stays_in_week_nights``."""
-    return all(
-        PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in split_words(name)
-    )
-
-
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
     """Return True if rows with the same level of the other column always have the same level of this column."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)
-
-
-def split_words(name: str) -> list[str]:
-    """Return the words in a name such as ``hospital_id`` or ``hospitalId``, in lower case."""
-    return [word.lower() for word in re.findall(r"[^\W\d_a-z]?[^\W\d_A-Z]+|[^\W\d_a-z]+", name)]

@@ -27,11 +27,12 @@ from fedloom.data.survey.facts import (
     time_unit,
 )
 from fedloom.data.survey.leaks import LEAK_SHARE
+from fedloom.data.survey.people import names_person
 from fedloom.data.tables import Table, is_number, level
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
 from fedloom_clinic.drafts import outcomes
-from fedloom_clinic.drafts.columns import Survey, names_person
+from fedloom_clinic.drafts.columns import Survey
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10

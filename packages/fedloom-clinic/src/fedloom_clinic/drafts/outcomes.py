@@ -13,11 +13,11 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from fedloom.data.sources.table.levels import TRUTH_WORDS
-from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
-from fedloom.data.survey.people import plain_name, words
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, ColumnProfile
+from fedloom.data.survey.people import names_person, plain_name, split_name, words
 from fedloom.errors import ConfigError
 from fedloom.formats import shorten_list
-from fedloom_clinic.drafts.columns import Survey, split_words
+from fedloom_clinic.drafts.columns import Survey
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
@@ -361,7 +361,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
     ends = {next((name for name in survey.names if name not in skipped), ""), survey.names[-1]}
     points, doubtful = dict[str, int](), set[str]()
     for c in fit:
-        plain, parts = plain_name(c.name), {plain_name(word) for word in split_words(c.name)}
+        plain, parts = plain_name(c.name), {*split_name(c.name)}
         few = len(c.levels) <= MAX_FEW_LEVELS
         last = c.name == survey.names[-1]
         score = 0
@@ -404,7 +404,7 @@ def _tells_truth(column: ColumnProfile) -> bool:
 def _is_known(column: ColumnProfile) -> bool:
     """Return True if a column identifies the date or the person of a row, which is never the target."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
-        column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
+        column.whole and names_person(column.name) and len(column.levels) > MAX_FEW_LEVELS
     )
 
 

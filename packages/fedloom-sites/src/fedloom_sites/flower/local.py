@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedloom.data import DATA_PARTS, Dataset, Federation, Split, Task
 from fedloom.data.subjects.design import Design, design_of
+from fedloom.data.subjects.equal import equal_rows
 from fedloom.engine import Setting
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, Refused
@@ -186,7 +187,7 @@ class Local:
             if fault := _fault(loss, _outputs(model, x), samples.y[:PROBE_SAMPLES]):
                 raise ConfigError(f"loss: {fault}")
             objective = Objective(loss=loss)
-        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+        return NodeProblem(model, signature, _join_parts(samples, parts), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
         """Return the local problem for samples with a label for each position, ``[n, L]``."""
@@ -210,7 +211,7 @@ class Local:
                     f"loss: {fault}. With one label per position, the loss receives the labelled positions"
                 )
             objective = Objective(loss=loss)
-        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+        return NodeProblem(model, signature, _join_parts(samples, parts), objective)
 
 
 class NodeProblem(NamedTuple):
@@ -245,6 +246,13 @@ def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     return splits
 
 
+def _join_parts(samples: Dataset, parts: Mapping[str, Any]) -> Federation:
+    """Return a federation with the node as its only client, with notes on equal samples in two parts."""
+    splits = _splits(parts)
+    copies = equal_rows(samples, {part: split.index.numpy() for part, split in splits.items()}, None)
+    return Federation(samples, splits, ("node",), notes=tuple(copies))
+
+
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
     """Return True if targets ``[n, L]`` are labels of positions, each with a row of the output ``[L, C]``."""
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
@@ -254,8 +262,14 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     """Join the tensors of one entry across all parts.
 
     Raises:
-        ConfigError: the parts have different shapes.
+        ConfigError: the shapes of the parts differ, or some parts contain bytes and others contain floats.
     """
+    kinds = {part.is_floating_point(): part.dtype for part in parts}
+    if len(kinds) > 1 and torch.uint8 in kinds.values():
+        raise ConfigError(
+            f"{name}: some parts contain bytes (uint8), and others contain floats, so they may differ by a factor of "
+            "255. Convert all parts in the same way, for example to floats by x / 255"
+        )
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         first, second = sorted(shapes)[:2]

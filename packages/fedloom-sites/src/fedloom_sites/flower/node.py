@@ -189,7 +189,7 @@ class _Node:
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, signature = run.problem.fed, run.problem.signature.text()
-        schema = InputSpec.create(fed.data).model_dump_json()
+        schema = InputSpec.create(fed.data).with_(span=None).model_dump_json()  # a range of its samples stays here
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
@@ -268,7 +268,10 @@ class _Node:
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
             with undisturbed():
-                self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
+                problem = local.read()
+                self._runs[key] = _Run(local, problem, shapes_of(local.model))
+            for note in problem.fed.remarks:
+                sys.stderr.write(f"fedloom: node {context.node_id}: {note}\n")
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:

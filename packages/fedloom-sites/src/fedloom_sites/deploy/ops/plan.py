@@ -160,7 +160,7 @@ def plan(
         fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
     else:
         fed = one.partition(one.source.read(data_dir), seed)
-        samples = InputSpec.create(fed.data)
+        samples = InputSpec.create(fed.data).with_(span=None)  # which would tell sites a range of the coordinator's
     check_stream(one.methods[0].setting.resolved(), fed.n)
     # refuses what does not go together
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
