@@ -100,10 +100,8 @@ class SetupVerdict:
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
             given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
             and is 0 if ``spread`` is unknown.
-        standings: results of the methods that have finished, with the best mean first.
-        records: record of every method, keyed by method. Records contain only the seeds that were judged.
-        seeds: seeds that were judged: those of the last stage of the setup's plan that every method has run. All of
-            them are judged by one test, whatever the verdict of the stage before.
+        standings: results of the methods that have finished, best mean first.
+        records: record of every method, keyed by method.
     """
 
     setup: Setup
@@ -221,7 +219,7 @@ class Overall(NamedTuple):
 
     Attributes:
         methods: methods in order of their mean ranks, the best first.
-        ranks: mean rank of each method over the setups, where 1 is the best.
+        ranks: each method's mean rank over the setups, where 1 is the best.
         setups: setups in which all of these methods have a result.
         p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
         groups: groups of methods that Nemenyi's test does not distinguish.
@@ -235,7 +233,7 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Apply Friedman's and Nemenyi's tests to the largest set of setups and methods without missing results.
+    """Apply Friedman's and Nemenyi's tests to the largest block of setups and methods without missing results.
 
     Return None if this set is too small.
 

@@ -1,6 +1,6 @@
 """Measurement of cells (each is a method in a setup): first the trials for tuning, then runs with new seeds.
 
-Only missing parts are run. The order does not matter, and the work stops when the time limit is reached.
+Only missing parts are run. Cells are processed in any order, and the work stops when the time limit is reached.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def due(
     Args:
         setups: setups to include.
         records: existing records.
-        methods: requested methods. Stale cells of these methods are also run again. All methods of the protocol are
-            included if no methods are named.
-        space: search space of the requested methods.
-        again: True to select recorded cells that have not been confirmed with other seeds, instead of missing cells.
+        methods: requested methods. Stale cells of these methods are also run again. If no methods are named, all
+            methods of the protocol are included.
+        space: space in which the requested methods' settings are searched.
+        again: True to select recorded cells that have not been confirmed with other seeds, rather than missing cells.
         old: True to include stale cells.
-        protocol: protocol of the cells and the records.
+        protocol: protocol of the cells and of their records.
     """
     cells_due = []
     for setup in setups:
@@ -99,9 +99,9 @@ def measure_all(
     """Measure cells and write their records. Return True if all cells have ended.
 
     Args:
-        todo: cells to run.
+        todo: cells that remain to be run.
         records: records that existed before the call, keyed by setup and method.
-        results: file in which the records are stored.
+        results: file in which records are stored.
         out: folder for the run directories. Each cell uses a separate folder inside this one.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         budget: time limit for all cells.
@@ -148,7 +148,7 @@ class _Measured(NamedTuple):
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
         """Measure every cell that no other process is measuring. Return True if all cells have ended.
 
-        With ``join``, this is repeated until no cells are left.
+        With ``join``, the function starts again until no cells are left.
         """
         claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
@@ -243,7 +243,7 @@ class CellWork(NamedTuple):
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
         """Return the record of a cell at equal gradients whose runs would be the same as at equal rounds.
 
-        Return None for all other cells.
+        Return None for cells of any other kind.
         """
         if self.gradients is None:
             return None
@@ -256,7 +256,7 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Run the missing parts of the cell. Return its record, or None if the work was interrupted."""
+        """Run the missing parts of the cell. Return the record, or None if the work was interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
@@ -280,7 +280,7 @@ class CellWork(NamedTuple):
         )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """Return an outdated record as current if rerunning its first seed gives the same values, and None otherwise.
+        """Return an outdated record as current if rerunning its first seed gives the same values, otherwise None.
 
         The values must be exactly equal.
         """
@@ -345,7 +345,7 @@ class CellWork(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the given seeds. Return the fields of a record, or None if the work was interrupted."""
+        """Run the cell with the given seeds. Return the fields of a record, or None if the work was interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -360,7 +360,7 @@ class CellWork(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run as many rounds as a budget of gradients allows.
+        """Run as many rounds as the budget of gradients allows.
 
         Return the fields of a record, or None if the work was interrupted.
 

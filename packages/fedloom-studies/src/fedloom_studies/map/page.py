@@ -1,4 +1,4 @@
-"""Pages of the map, and a table of all results. The pages are generated from the records alone."""
+"""Pages of the map, and a table of all results. The pages are generated only from the records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PERCENT_COLUMNS = {
     "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "over local", "gain_fedavg": "over FedAvg",
     "mean_at_fedavg_work": "mean at FedAvg's gradients",
 }  # fmt: skip
-"""Titles of the columns of a setup's page that are shown as percentages, keyed by value."""
+"""Titles of the columns shown as percentages on a setup's page, keyed by value."""
 MAP_TEXT = """# Benchmark map
 
 Which method suits which clients? This page compares every fedloom method in {count} federations ({cells}). A
@@ -143,7 +143,7 @@ def pages(
 ) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of all files of the map.
 
-    The map's page has the name "". All other files are written to `MAP_FOLDER`.
+    The name of the map's page is "". All other files are written to `MAP_FOLDER`.
 
     Args:
         setups: setups, keyed by name.

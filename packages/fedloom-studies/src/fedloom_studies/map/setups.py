@@ -1,8 +1,8 @@
 """Setups and cells: what the map measures, as declared in ``setups.toml``.
 
-A cell is a method in a setup. Settings of the method are chosen by `fedloom.lab.tune` on validation data. Every method
-has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then run
-with new seeds.
+A cell is a method in a setup. Settings of the method are searched by `fedloom.lab.tune` on validation data. Every
+method has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then
+run with new seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Basis on which runs are compared: equal rounds, or equal numbers of gradients (those of FedAvg in these rounds)."""
+"""Basis on which runs are compared: equal numbers of rounds, or equal numbers of gradients (those of FedAvg)."""
 SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
 """Entries of a setup that contain seeds, or numbers of seeds."""
 POOLED_METHOD = "centralized"
@@ -39,22 +39,19 @@ REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 
 @dataclass(frozen=True)
 class Setup:
-    """A federation, and how its clients are trained.
+    """A federation, and the way in which its clients are trained.
 
     Attributes:
         title: title for readers, which names what is special about the clients.
         says: sentence that describes how the federation was made.
         share: core-minutes that all cells of the setup at equal rounds may take together.
-        trials: number of trials per method. If there is only one trial, every method runs with its default settings.
+        trials: number of trials per method. If there is only one trial, all methods run with their default settings.
         tuning: seeds for the trials.
-        seeds: seeds for the first results, at equal rounds and at equal gradients.
-        further: seeds that are added to these at equal rounds, in this order, if the gains vary too much.
-        plan: total number of seeds in each stage after the first. Each number was planned before any of its seeds was
-            run, from the spread of the gains in the stage before (`SetupVerdict.needed`).
-        again: seeds for a second run that confirms verdicts.
+        seeds: seeds with which results are computed.
+        again: seeds for a second run, which confirms verdicts.
         space: search space for every method, added to the default spaces.
         document: content of an experiment file, without methods.
-        references: True if scikit-learn models are also fitted (`fedloom_studies.map.references`).
+        references: True if scikit-learn models are also fitted (see `fedloom_studies.map.references`).
     """
 
     name: str
@@ -78,11 +75,11 @@ class Setup:
 
     @property
     def ranks(self) -> bool:
-        """True if the setup is included in ranks over setups, because its methods run with tuned settings."""
+        """True if the setup is included in ranks over setups, because its methods are run with tuned settings."""
         return self.trials > 1
 
     def decide_share(self, protocol: Protocol) -> float:
-        """Return the core-minutes that all cells of a protocol may take, in proportion to the number of methods."""
+        """Return the maximum core-minutes for all cells of a protocol, in proportion to the number of methods."""
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 
     @property
@@ -95,7 +92,7 @@ class Setup:
 
 
 def setups(scale: Scale) -> dict[str, Setup]:
-    """Return all setups of a scale, keyed by name and in the order of the file."""
+    """Return all setups of a scale, keyed by name, in the order of the file."""
     declared = _declared()
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
@@ -116,7 +113,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
 def rule_cells() -> Iterator[tuple[str, Cell]]:
     """Yield the name and the cell of each method with each aggregation rule under each attack.
 
-    The setup of a cell is named after the attack. A method with the plain mean keeps its own name.
+    The setup of an attacked cell is named after the attack. A method with the plain mean keeps its own name.
     """
     declared = _declared()["rules"]
     base = setups("full")[declared["setup"]]
@@ -141,13 +138,13 @@ def _declared() -> dict[str, Any]:
 
 
 def parts_of_networks() -> dict[str, dict[str, Any]]:
-    """Return the extra parts that methods need in the network of every setup, keyed by method."""
+    """Return the extra parts of the network that methods need in every setup, keyed by method."""
     parts: dict[str, dict[str, Any]] = _declared()["models"]
     return parts
 
 
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
-    """Return the methods that a protocol runs in every setup, with the reference methods first."""
+    """Return the methods that a protocol runs in every setup, starting with the reference methods."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
     return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
@@ -155,7 +152,7 @@ def methods_of(protocol: Protocol) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A method in a setup, under one protocol.
+    """A method in a setup, under one of the two protocols.
 
     Attributes:
         method: name of a registered method, or import path.
@@ -202,7 +199,7 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """Experiment that searches for the method's settings.
+        """Experiment in which the method's settings are searched.
 
         Raises:
             ConfigError: the method does not exist, or does not have one of these settings.
@@ -224,7 +221,7 @@ class Cell:
     def source(self) -> str:
         """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
-        Docstrings, descriptions of options and error messages are left out, because they do not affect results.
+        Docstrings, descriptions of options and error messages are omitted, because they do not affect results.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]

@@ -1,4 +1,4 @@
-"""Page about tables of other programs: every printed value beside fedloom's value, and verdicts of fair tests.
+"""Page about tables of other programs: every printed value next to fedloom's value, and verdicts of fair tests.
 
 A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
 table. A value beyond this limit is explained by the spread over seeds if it lies within two standard errors, or else by
@@ -28,7 +28,7 @@ EXACT_COX_FILE = "brca-cox.json"
 """File in the folder of the summaries that contains concordances of the exact Cox regression. The script
 `studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
-"""File in the folder of the summaries with results of the loops of the public code on adult.
+"""File, in the folder of the summaries, with the results of the public code's loops on adult.
 `studies/scripts/afl_adult` repeats these loops in numpy."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
@@ -61,9 +61,9 @@ the same as for paper reproductions. """
 
 
 class CellWord(StrEnum):
-    """Words that describe how a value compares with the printed value.
+    """Words that describe how a value compares with the value printed in a paper.
 
-    OPEN: the reason for the difference is not known.
+    OPEN: the reason for the difference is unknown.
     """
 
     EXACT = "exact"
@@ -101,7 +101,7 @@ def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple
     """Yield the names and texts of all files: the page about all tables (named ""), and each recipe's page and figure.
 
     Raises:
-        RunDirError: a file in ``results`` is not a summary of a recipe.
+        RunDirError: a file in ``results`` is not a recipe's summary.
     """
     groups = tables(recipes)
     summaries = {one.name: last(one, results) for group in groups.values() for one in group}
@@ -248,7 +248,7 @@ def _loops(loops: Figures) -> Iterator[str]:
 
 
 def _exact_cox(cox: Figures) -> Iterator[str]:
-    """Yield the lines about the exact Cox regression, which follow the table."""
+    """Yield the lines about the exact Cox regression, which are printed below the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**Exact Cox regression.** `fedloom cox` fits a model to the data of all patients in a few rounds. It "
                 "uses only sums and needs no learning rate. Seven pairs of the 39 columns are linearly dependent, so "
