@@ -232,7 +232,7 @@ def _packages_know_their_modules() -> None:
     Flower's programs drop the packages of an app from `sys.modules`, so a package can be imported anew without them.
     The modules are looked through only after a change: there are thousands.
     """
-    if SEEN_PACKAGES == {"": len(sys.modules)} | {name: sys.modules.get(name) for name in SEEN_PACKAGES if name}:
+    if {"": len(sys.modules)} | {name: sys.modules.get(name) for name in SEEN_PACKAGES if name} == SEEN_PACKAGES:
         return
     SEEN_PACKAGES.clear()
     for name in [name for name in sys.modules if name.startswith("fedloom_sites.")]:

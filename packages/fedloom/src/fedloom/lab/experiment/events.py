@@ -87,8 +87,6 @@ class Emitter:
         self._tell(Event(self._label, self._setting.seed, self._setting.rounds, 0, status=status))
 
     def _emit(self, state: State, status: str) -> None:
-        if not self._listeners:
-            return
         figures: dict[int, Figures] = {}
         for r in state.records.items[self._records_read :]:
             if r.total:
