@@ -95,7 +95,7 @@ def read_vector(
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
-    """Verify a site's signature on the list of sites in a sum, and return it.
+    """Verify a site's signature on the list of sites in a sum, and return the signature.
 
     Raises:
         WireError: the signature does not belong to this sum.
@@ -111,7 +111,7 @@ def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
     """Read the shares of the sites' secrets that a site sends, keyed by the owner of each secret.
 
     Raises:
-        WireError: the bytes are not shares of these owners' secrets.
+        WireError: the bytes do not encode shares of these owners' secrets.
     """
     parts = secure.split_parts(message, secure.KEY_BYTES)
     if set(parts) != set(owners):

@@ -58,7 +58,7 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites, and yield the sum of their uploads. The server never learns individual uploads.
+        """Train at the sites, and yield the sum of their uploads. The server never learns any individual upload.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
@@ -145,7 +145,7 @@ class MaskedSites(Sites):
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """Return the round whose scores are summed in the training session, and the requests for these scores.
 
-        If a site does not train, or these scores were already requested, they are summed first in a separate session,
+        If a site does not train, or these scores were already requested, they are summed first, in a separate session,
         and the returned round is -1. If the uploads of this round were already requested, the request is repeated in
         the same form, with or without the scores.
         """
@@ -169,7 +169,7 @@ class MaskedSites(Sites):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Request the sums of all sites' scores, which `sums` then returns, and yield the sizes of the parts.
 
-        With summed scores, the server never learns the scores of individual clients.
+        If scores are summed, the server never learns the scores of individual clients.
         """
         if not self._tallies:
             yield from super().score(request)

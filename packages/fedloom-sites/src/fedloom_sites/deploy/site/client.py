@@ -44,7 +44,7 @@ class Client:
     """One site.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
             settings.
 
@@ -92,7 +92,7 @@ class Client:
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the signed reply to the content of a message from the server. A rejection contains the reason.
+        """Return the signed reply to the content of a message from the server. A rejection states the reason.
 
         If the site cannot write to its disk, the reply says so, and the server may send the same message again.
 
@@ -154,8 +154,8 @@ class Client:
     def _count_questions(self, t: int) -> int:
         """Return the number of analysis questions in round ``t``: 0 before the last round or if there are none."""
         try:
-            asked = t == self.trainer.rounds and not self.trainer.private
-            return count_questions(self.trainer.experiment) if asked else 0
+            has_questions = t == self.trainer.rounds and not self.trainer.private
+            return count_questions(self.trainer.experiment) if has_questions else 0
         except FedloomError:  # the experiment cannot be read, and every message is refused
             return 0
 
@@ -170,7 +170,7 @@ class Client:
         """Raise an error if a message is damaged, or comes from a different release or experiment.
 
         Raises:
-            ConfigError: the message does not match. The error contains the values on both sides.
+            ConfigError: the message differs from what the site expects. The error names the values on both sides.
         """
         head, site = envelope.head, self.site
         for what, got, here in (
@@ -214,7 +214,7 @@ class Client:
         """Raise an error if a round was not agreed on, or has already ended at this site.
 
         Raises:
-            Rewound: the round is wrong. The message contains both rounds.
+            Rewound: the round is wrong. The message names both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind in ("hello", "relay"):
