@@ -128,7 +128,7 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
     assert "No such file" in refused(site)[0]
     site.signing_key.write_text("hello")
     site.signing_key.chmod(0o600)
-    assert "not a private key in OpenSSH format" in refused(site)[0]
+    assert "not a private key in OpenSSH form" in refused(site)[0]
     shutil.copy(site.node_key, site.signing_key)
     assert "must be an Ed25519 key" in refused(site)[0]
     site.signing_key.write_bytes(signing)
@@ -367,7 +367,7 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     )
     [sentence] = notes("any", 1, {"max_share": 1.0})[0]
     assert "max_share = 1 allows one site to have 100% of the weight of a sum" in sentence
-    assert "to set 0.8 or less" in sentence
+    assert "to set it to 0.8 or less" in sentence
     assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
     assert (

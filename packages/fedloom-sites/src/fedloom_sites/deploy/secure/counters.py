@@ -58,8 +58,8 @@ def write_counters(
         peers: sites that share masks with each other.
         counters: the site's counters.
     """
-    own = secrets._replace(seed=secrets.counting)
-    sent = secure.masked(session, _masks(bound), client, own, peers, np.array(counters, dtype=np.uint64))
+    masking = secrets._replace(seed=secrets.counting)
+    sent = secure.masked(session, _masks(bound), client, masking, peers, np.array(counters, dtype=np.uint64))
     numbers = sent.astype("<u8", copy=False).tobytes()
     return key.sign(_signed(bound, numbers)) + numbers
 

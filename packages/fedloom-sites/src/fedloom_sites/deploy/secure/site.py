@@ -175,8 +175,8 @@ class MaskedAnswers:
             new = trainer.train(job, state, t, download, self._send(weights), weights, stays_neutral=stays_neutral)
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
             if UploadVector(job, trainer.forms.idle).is_counted:
-                own = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS
-                counts = (*own[:2], *(counts or own)[2:]) if sizes[0] else ABSENT_COUNTS
+                upload_counts = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS
+                counts = (*upload_counts[:2], *(counts or upload_counts)[2:]) if sizes[0] else ABSENT_COUNTS
         return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
     def _computed_once(

@@ -14,6 +14,9 @@ The server and the sites follow the same stages.
 Between SHARED and MASKED, a site is at stage RECEIVED as soon as it has read the shares of the other sites. If a
 message is repeated, the answer is the same. At REVEALED, a site's secrets have been deleted, and it answers only
 `unmask`.
+
+If sites verify the sums, a message of the kind `relay` carries all messages of an earlier session (see
+`fedloom_sites.deploy.relay`).
 """
 
 from __future__ import annotations

@@ -178,8 +178,10 @@ class Transport:
         open_, repeats, is_enough, longest = dict(requests), MAX_REPEATS, False, self._settings.deadline
         while True:
             self.greet()
-            asked = self._unable if is_enough else {*open_}
-            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in {*self.nodes} & asked]
+            repeated = self._unable if is_enough else {*open_}
+            now = [
+                request._replace(node=self.nodes[c]) for c, request in open_.items() if c in {*self.nodes} & repeated
+            ]
             self._unable, start = set(), time.monotonic()
             good, bad = self.exchange(round, now, need - _counting(replies), longest, wanted)
             longest = min(longest, max(LEAST_SECONDS, time.monotonic() - start)) if self._unable else longest

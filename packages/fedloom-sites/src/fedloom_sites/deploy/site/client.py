@@ -154,8 +154,8 @@ class Client:
     def _count_questions(self, t: int) -> int:
         """Return the number of analysis questions in round ``t``: 0 before the last round or if there are none."""
         try:
-            asked = t == self.trainer.rounds and not self.trainer.private
-            return count_questions(self.trainer.experiment) if asked else 0
+            has_questions = t == self.trainer.rounds and not self.trainer.private
+            return count_questions(self.trainer.experiment) if has_questions else 0
         except FedloomError:  # the experiment cannot be read, and every message is refused
             return 0
 
