@@ -113,15 +113,15 @@ def fit_glm(
 ) -> GlmFit:
     """Return the regression of the rows of all sites together, fitted from sums that the sites send.
 
-    The result equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of
-    their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each Newton
-    step, a site then sends its `glm_sums`.
+    The result equals that of the pooled fit. Each site first sends counts and the sums of its columns, of its targets
+    and of their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each
+    Newton step, a site then sends the sums that `glm_sums` returns.
 
     Args:
         sites: rows of every site.
-        family: family of the regression, which is a key of `GLM_FAMILIES`. Targets must be 0 or 1 for "logistic", and
-            at least 0 for "poisson".
-        names: names of the columns.
+        family: name of the regression's family, which is a key of `GLM_FAMILIES`. Targets must be 0 or 1 for
+            "logistic", and at least 0 for "poisson".
+        names: the columns' names.
         by_site: names of the sites. If given, each site has an intercept of its own.
         penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
@@ -233,10 +233,10 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
 
 
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
-    """Raise if an intercept has no finite value.
+    """Raise an error if an intercept has no finite value.
 
-    An intercept has no finite value if there is no penalty on it and all rows of its site have the outcome, or none has
-    it.
+    An intercept has no finite value if it is not penalized and either all rows of its site or none of them have the
+    outcome.
     """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())
