@@ -17,9 +17,9 @@ from fedloom.hints import unknown
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
-"""Names of the cell for rows without a code, in a group column and in a feature."""
+"""Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Word with which a user makes each client a group of its own."""
+"""Word by which a user makes each client its own group."""
 
 
 class MergedCells(NamedTuple):
@@ -27,7 +27,7 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: names of the cells.
-        of: index of the merged cell that each original cell belongs to, ``[L]``. An original cell that was merged
+        of: index of the merged cell to which each original cell belongs, ``[L]``. An original cell that has been merged
             belongs to the cell "other".
     """
 
@@ -36,13 +36,13 @@ class MergedCells(NamedTuple):
 
     @property
     def members(self) -> Tensor:
-        """Matrix ``[cells, L]`` that is 1 where an original cell is part of a merged cell."""
+        """Matrix ``[cells, L]`` that is 1 where an original cell belongs to a merged cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
     def reached(self, flags: Tensor) -> Tensor:
-        """Return which cells contain rows, as bool ``[cells]``.
+        """Return which of the cells contain rows, as bool ``[cells]``.
 
-        A cell for missing values that no client counts contains no rows.
+        If no client counts a cell for missing values, the cell contains no rows.
 
         Args:
             flags: flags of the original cells ``[n, L]``, see `merged_cells`.
@@ -52,7 +52,7 @@ class MergedCells(NamedTuple):
 
 
 def every_cell(names: Sequence[str]) -> MergedCells:
-    """Return all cells without merging any."""
+    """Return the cells, none of which are merged."""
     return MergedCells(tuple(names), torch.arange(len(names)))
 
 
@@ -78,10 +78,10 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
 
 
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
-    """Return the index of the group that each row belongs to, ``[N]``.
+    """Return the index of the group to which each row belongs, ``[N]``.
 
-    If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Instead, they are
-    added to the client's most frequent group.
+    If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Rows in these
+    cells are added to the client's most frequent group instead.
     """
     schema = terms.schema
     if group is None or group == CLIENT_GROUP:
@@ -109,7 +109,7 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
 
     Args:
         codes: cell that each row belongs to ``[N]``.
-        subjects: subject that each row belongs to ``[N]``.
+        subjects: subject to which each row belongs ``[N]``.
         cells: number of cells.
     """
     pairs = torch.stack([codes, subjects], 1).unique(dim=0)
@@ -122,18 +122,18 @@ def merges(rules: Rules) -> bool:
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells after merging those in which too few clients have enough rows into "other".
+    """Return the cells after those in which too few clients have enough rows are merged into "other".
 
-    One cell in which enough clients have enough rows is merged as well, so that no sum reveals the content of the
-    merged cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it,
-    because clients do not count it in this case, see `group_codes`.
+    One cell in which enough clients have enough rows is also merged, so that no sum reveals the content of the merged
+    cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it, because
+    clients then do not count it (see `group_codes`).
 
     Args:
         names: names of the cells.
         flags: 1 where a client has at least the minimum number of rows in a cell, ``[n, L]``.
         rules: agreed rules.
-        gaps: True if some client counts the cell for missing values. If None, this follows from the flags of the last
-            cell.
+        gaps: True if at least one client counts the cell for missing values. If None, the flags of the last cell
+            determine this.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)

@@ -64,17 +64,18 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column."""
+"""Minimum standard deviation, relative to the agreed range, at which a column is considered to vary."""
 ANSWER_STEP = 2.0**-36
 """Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
-"""Maximum linear predictor for which a bound is computed. For larger predictors, exp exceeds the range of float64."""
+"""Largest linear predictor for which a bound is computed. For larger linear predictors, exp exceeds the range of
+float64."""
 
 
 class Glm(Penalized):
     """Regression over the rows of all clients, computed from sums.
 
-    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
+    The regression is logistic for a binary task, Poisson for counts, and linear for other targets.
     """
 
     kind: ClassVar[str] = "glm"
@@ -248,7 +249,7 @@ class Glm(Penalized):
     def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
         """Return True if a single row has most of the information, of the residuals, or of the lengths in a metric.
 
-        In a linear regression, coefficients cannot single out a row.
+        The coefficients of a linear regression cannot single out a row.
         """
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = site.x @ beta
@@ -329,7 +330,7 @@ class Glm(Penalized):
             beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
-        scale = 1.0
+        scale, degrees = 1.0, None
         if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
             exact = exact or evaluate(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
@@ -337,7 +338,8 @@ class Glm(Penalized):
                 raise DataError(
                     f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. Omit columns"
                 )
-            scale = max(of_targets - 2 * exact.value, 0.0) / (count - spent)  # rounding may leave a perfect fit below 0
+            degrees = count - spent
+            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # rounding may leave a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)
@@ -356,7 +358,7 @@ class Glm(Penalized):
         if self.penalty == "firth":
             moved = tilt_error(here, np.full(size, error), size * error, reach)
         bound = np.abs(back).sum(1) * moved * unit
-        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge), bound
+        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge, degrees), bound
 
     @staticmethod
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
@@ -383,5 +385,5 @@ class Glm(Penalized):
 
 
 def _symmetric(most: Tensor) -> Bounds:
-    """Return the bounds of numbers that may be positive or negative."""
+    """Return bounds for numbers that may be positive or negative."""
     return Bounds.between(-most.double(), most.double(), ANSWER_STEP)

@@ -1,4 +1,4 @@
-"""Reference models from scikit-learn, a regression and a forest, which are fitted at each site to its own rows."""
+"""Reference models from scikit-learn (a regression and a forest), which are fitted at each site to its own rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.errors import Refused
 
 FOREST_TREES = 200
 MIN_PROBABILITY = 1e-12
-"""Probability that replaces 0 before the logarithm is taken."""
+"""Probability that is used instead of 0 when a logarithm is taken."""
 
 
 class References(Analysis):
@@ -54,7 +54,7 @@ def references(result: Result) -> pa.Table:
     """Return the metrics of the reference models on the test part of each client: client, model, metric and value.
 
     The models are fitted to the features of the client's training part, in the form in which networks receive them. If
-    the training part of a client contains a single class, there are no logistic regression and no forest for it.
+    a client's training part contains a single class, no logistic regression and no forest are fitted for it.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():
@@ -81,7 +81,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return the outputs in the form that a network for this task has: logits of classes, or values."""
+    """Return the outputs in the form that a network for this task produces: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

@@ -25,12 +25,11 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
+"""Ratios between two units of the same quantity. These are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which the ratio of two clients' medians is regarded as the ratio of two units."""
+"""Relative tolerance within which the ratio of two clients' medians counts as the ratio of two units."""
 NOTED_DISTANCE = 1.0
-"""Distance between a client's mean and that of the other clients from which on a note is added, in standard deviations
-of the other clients' rows.
+"""Distance of a client's mean from the others' mean that causes a note, in the others' standard deviations.
 
 For comparison, Cohen calls an effect of 0.8 large.
 """
@@ -51,11 +50,11 @@ class SummaryColumn:
 
     Args:
         name: name of the column.
-        place: position of the column in the rows.
+        place: the column's position in the rows.
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
-        of: merged bin that each agreed bin belongs to, ``[bins]``.
+        of: merged bin to which each agreed bin belongs, ``[bins]``.
     """
 
     name: str
@@ -67,12 +66,12 @@ class SummaryColumn:
 
     @property
     def shown(self) -> int:
-        """Number of cells except the cell for missing values."""
+        """Number of cells, without the cell for missing values."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
-        """Number of values for the column in the first answer, in each group.
+        """Number of values that the first answer contains for the column in each group.
 
         There is one value for each cell. A numeric column also has the numbers of missing rows and of rows outside the
         range, and a sum.
@@ -97,7 +96,7 @@ class GroupMoments(NamedTuple):
 def describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: GroupMoments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of the table for a numeric column, one for each group that has rows."""
+    """Yield the rows of the table for a numeric column: one for each group that has rows."""
     assert column.edges is not None
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
@@ -107,11 +106,12 @@ def describe_number(
     gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
             if deviation[a] + deviation[b] > 0]  # fmt: skip
     squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
-    if len(full) == 2:
+    p = None
+    if (n > 0).sum() > 2:  # a group of one row has no deviation, but a mean
+        p = _f_test(squares - float(of.squares.sum()), squares, int((n > 0).sum()), n.sum())
+    elif len(full) == 2:
         a, b = full
         p = stats.ttest_ind_from_stats(mean[a], deviation[a], n[a], mean[b], deviation[b], n[b], equal_var=False).pvalue
-    else:
-        p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
     for g in some:
         counts = counted[g][:-3]
         middle = {name: _quantile(edges, counts, level) for name, level in TABLE_QUANTILES.items()}
@@ -126,9 +126,9 @@ def describe_number(
 
 
 def _bound(of: GroupMoments, group: int) -> float | None:
-    """Return the largest effect of rounding on the mean or deviation of a group.
+    """Return the largest effect of rounding on a group's mean or deviation.
 
-    Return None for fewer than two rows.
+    Return None if there are fewer than two rows.
     """
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
@@ -167,7 +167,7 @@ def describe_code(
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
     """Return the p value of a one-way analysis of variance.
 
-    Return None if there are fewer than two groups or if there is no spread.
+    If there are fewer than two groups or no spread, return None.
     """
     within = total - between
     if groups < 2 or rows <= groups or within <= 0:
@@ -184,7 +184,7 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, in which rows are assumed to be spread evenly.
+    """Return a quantile computed from counts in bins, assuming that rows are spread evenly within each bin.
 
     Return None if there are no rows.
     """
@@ -201,7 +201,7 @@ def _number(p: float | None) -> float | None:
 def note_clients(rows: list[dict[str, object]]) -> None:
     """Add notes about clients whose numbers stand out, and suggest a different unit as a possible reason.
 
-    The unit is only a guess, and it is never applied.
+    The unit is merely a guess, and is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:

@@ -1,10 +1,10 @@
-"""Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
+"""Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, with tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). The tests are those of SciPy, computed from the same sums.
+standardized difference of levels). The tests are those of SciPy, but are computed from the same sums.
 
-Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
-means of a second question.
+Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed with a second question, around the means
+from the first.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 SUM_STEP = 2.0**-36
-"""Rounding step under masks: sums and squares are rounded to multiples of this step."""
+"""Rounding step under masks: sums and squares are rounded to multiples of it."""
 HOMOGENEITY_STEP = 2.0**-3
 """Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
 statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Minimum number of clients for which statistics over clients are computed if small cells are merged.
+"""Minimum number of clients over which statistics are computed if small cells are merged.
 
-A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
+A statistic over three or four clients, together with the totals, would leave only a few possible counts for each
+client.
 """
 MIN_LEVEL_SHARE = 0.05
-"""Share of a level below which its statistic is rounded more coarsely, because the statistic is divided by the
-share."""
+"""Share of a level below which the level's statistic is rounded more coarsely, because it is divided by the share."""
 GAPS_NOTE = (
     "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
     "client's mean or most frequent level, or the end of the range"
@@ -92,7 +92,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance on [-1, 1] that a statistic is divided by, which is the variance within an agreed bin."""
+        """Smallest variance on [-1, 1] by which a statistic is divided: the variance within an agreed bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -239,7 +239,7 @@ class TableOne(ScriptedAnalysis):
         return table, None
 
     def _agreed(self, schema: Schema) -> list[SummaryColumn]:
-        """Return every column with the agreed bins and all levels."""
+        """Return every column with its agreed bins and all its levels."""
         columns = list[SummaryColumn]()
         for place, column in enumerate(schema.columns):
             if column.name == self.group:
@@ -254,7 +254,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups and the columns with those cells in which enough clients have enough rows."""
+        """Return the groups, and the columns with only those cells in which enough clients have enough rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
@@ -278,7 +278,7 @@ class TableOne(ScriptedAnalysis):
         """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
 
         A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
-        the nearest end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
+        the nearer end of the range. If a sum reveals a number of gaps, this number therefore comes from enough subjects
         of a client.
         """
         if terms.rules.min_subjects == 1:
@@ -306,14 +306,14 @@ class TableOne(ScriptedAnalysis):
 def compares_clients(terms: AnalysisTerms) -> bool:
     """Return True if statistics over clients are computed: small cells are not merged, or there are enough clients.
 
-    The number of clients excludes those that may be absent, and those that have too few rows in every cell.
+    The number of clients excludes those that may be absent, and those with too few rows in every cell.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
     return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
 
 
 def _scaled(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
-    """Return a number scaled to [-1, 1] ``[N]``, and flags of cells that are present and within the agreed range."""
+    """Return a number scaled to [-1, 1] as ``[N]``, and flags of cells that are present and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
     whole = (values >= low) & (values <= high)
@@ -329,7 +329,7 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of subjects that have a row in each cell of a column.
 
-    The counts are in the order of the column's values in an answer. At the place of a sum, the count is 0.
+    The counts follow the order of the column's values in an answer. In place of the sum, the count is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:
@@ -343,7 +343,7 @@ def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the number of rows in each group, followed by the values of each column in each group."""
+    """Return the number of rows in each group, and then the values of each column in each group."""
     code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):

@@ -1,4 +1,4 @@
-"""Survey of a table before roles are assigned to its columns: kinds of columns, problems and notes."""
+"""Survey of a table before its columns are given roles: kinds of columns, problems and notes."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ SITE_WORDS = words(
     "centro ziekenhuis szpital sjukhus 医院 больница"
 )
 """Words for organizations that collect rows. A ward, region, country or group is a property of a row, so the survey
-only mentions it as a possible site."""
+mentions it only as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
-"""Words for properties of a row that may also be the row's site."""
+"""Words for properties of a row that may also identify the row's site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
 """Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Pattern of column names that mean a number of sites."""
+"""Pattern of the names of columns that contain a number of sites."""
 
 
 class Survey:
     """Survey of a table.
 
     Args:
-        path: file that contains the table. For a CSV file, the separator and the decimal sign are detected.
+        path: file with the table. For a CSV file, the separator and the decimal sign are detected.
         options: options for reading the file, such as ``skip`` or ``sheet``.
 
     Raises:
-        DataError: the file does not exist or is not a table, rows differ in length, or several columns have the same
-            name.
+        DataError: the file does not exist or is not a table, its rows differ in length, or several columns have the
+            same name.
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -93,20 +93,20 @@ class Survey:
         self.rows = len(next(iter(cells.values())))
 
     def column(self, name: str, what: str) -> ColumnProfile:
-        """Return the column that has a given name.
+        """Return the column with the given name.
 
         Raises:
-            ConfigError: the table has no column of this name.
+            ConfigError: the table has no column with this name.
         """
         if name not in self.columns:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the columns that name the site of a row, and the columns that may name it.
+        """Return the columns that identify a row's site, and the columns that may identify it.
 
         Args:
-            excluded: the target and its event, which cannot be sites.
+            excluded: the target and its event column, neither of which can be the site column.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -128,10 +128,10 @@ class Survey:
     def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
         """Return the column that names the subject of a row, and other columns that may name it.
 
-        If a table has patients and stays, the subject is the patient, because a patient has several stays.
+        If a table has both patients and stays, the subject is the patient, because one patient can have several stays.
 
         Args:
-            excluded: the target, its event and the sites of rows.
+            excluded: the target, its event, and the column that names each row's site.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -144,7 +144,7 @@ class Survey:
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of columns with equal cells: each later column together with the first of them."""
+        """Yield pairs of columns with equal cells, in which each later column is paired with the first one."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()

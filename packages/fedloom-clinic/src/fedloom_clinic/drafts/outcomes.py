@@ -1,6 +1,6 @@
 """Outcome of a table, which is its target together with the event that belongs to a time.
 
-The outcome is chosen if the evidence for it is clear. Otherwise, the draft asks the user for it.
+The outcome is chosen if it has clear evidence. Otherwise, the draft asks the user to choose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIME_PATTERN = re.compile(
     r"([_\W]|\d?$)|^t\d?$|^tt[a-z]$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$|^life(time|span)?$",
     re.IGNORECASE,
 )
-"""Pattern of names that mean a time to an event."""
+"""Pattern of names that mean the time to an event."""
 OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
 """Pattern of names of times that are over when a row is recorded, so that they are never times to an event."""
 FOLLOW_UP = re.compile(
@@ -34,10 +34,10 @@ FOLLOW_UP = re.compile(
 """Pattern of names that mean the time under observation, as opposed to other times such as the time from diagnosis to
 treatment."""
 WHOLE_NAME_PATTERN = re.compile(r"^(days|weeks|months|t?stop)$", re.IGNORECASE)
-"""Pattern of names that mean the time under observation if no other column is a time."""
+"""Pattern of names that mean the time under observation if no other column contains a time."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
-"""Pattern of names of times that occur only in survival tables. If a table has only other times, a column of deaths may
-be a class to predict."""
+"""Pattern of names of times that occur only in survival tables. If a table contains only other times, a column of
+deaths may be a class to be predicted."""
 EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
@@ -47,18 +47,18 @@ user must state the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 """Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
-``censored`` may mean the opposite."""
+``censored`` may have the opposite meaning."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Probability from which on the convention is regarded as confirmed. This is the probability that a censored time is
+"""Probability from which on the convention is considered confirmed. This is the probability that a censored time is
 longer than the time of an event.
 
-In 5 of the 14 public tables with an event whose correct roles were written down beforehand, the probability is at least
-this high. In none of them is it so low that 0 and 1 would be confused (the lowest value is 0.31).
+In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
+this high. In none of these tables is it so low that 0 and 1 would be confused (the lowest value is 0.31).
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Pattern of names that mean the time at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Minimum fraction of rows in which the start must be before the end. This fraction is below 1 because real tables
+"""Minimum fraction of rows in which the start must precede the end. This fraction is below 1 because real tables
 contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
@@ -66,8 +66,7 @@ COUNT_PATTERN = re.compile(
 )
 """Pattern of names that mean a count."""
 MOST_CODES = 4
-"""Maximum number of distinct values in a column of events with codes other than 0 and 1, such as codes for censoring
-and competing causes."""
+"""Maximum number of distinct values in a column of events whose codes are not only 0 and 1."""
 
 CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
@@ -79,7 +78,7 @@ TARGET_WORDS = words(
 )
 """Words that identify a target and have no other meaning if the column is at the usual position."""
 OTHER_MEANING_WORDS = words("target targets label labels y")
-"""Words in `TARGET_WORDS` that have another meaning if the column is inside a table: an aim, a caption, an income."""
+"""Words in `TARGET_WORDS` that mean something else if the column is inside a table: an aim, a caption, an income."""
 TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
     "absent present negative positive healthy sick control case alive dead "
     "ja nein oui non si sim nao ano ne tak nie да нет"
@@ -95,7 +94,7 @@ RESULT_WORDS = words(
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words that occur in the names of outcomes but also in the names of features."""
+"""Words that occur in the names of outcomes, but also in those of features."""
 
 (
     TARGET_NAME_POINTS,
@@ -111,8 +110,7 @@ the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's
 position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
 `TARGET_WORDS`."""
 SURE_POINTS = 3
-"""Number of points from which on the first candidate is chosen, provided that it leads the second candidate by at least
-`MIN_LEAD_POINTS`."""
+"""Points from which on the first candidate is chosen if it leads the second by at least `MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate in points.
 
@@ -124,15 +122,15 @@ MAX_SHOWN_CANDIDATES = 6
 
 
 class TableOutcome(NamedTuple):
-    """Outcome for which an experiment is drafted.
+    """The outcome for which an experiment is drafted.
 
     Attributes:
-        target: column to predict. If None, the draft asks the user for the target.
-        event: column that is 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
+        target: column to be predicted. If None, the draft asks the user for the target.
+        event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None for
             other tasks.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
-        note: sentence about another possible choice, or "" if there is none.
-        alternatives: names of other columns that may be the target.
+        note: sentence about a different possible choice, or "" if there is none.
+        alternatives: names of other columns that could be the target.
     """
 
     target: ColumnProfile | None
@@ -143,25 +141,25 @@ class TableOutcome(NamedTuple):
 
 
 def is_event(column: ColumnProfile) -> bool:
-    """Return True if a column contains both 0 and 1, and no other value."""
+    """Return True if a column contains both 0 and 1, and no other values."""
     return set(column.numbers.tolist()) == {0.0, 1.0}
 
 
 def is_coded(column: ColumnProfile) -> bool:
-    """Return True if a column may contain events with other codes than 0 and 1, such as 1 and 2 or competing causes."""
+    """Return True if a column may contain events with codes other than 0 and 1, such as 1 and 2 or competing causes."""
     values = set(column.numbers.tolist())
     return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column has the name of a time and contains more than two distinct numbers, all at least 0."""
+    """Return True if a column is named like a time and contains more than two distinct numbers, all at least 0."""
     numbers = column.numbers
     named = TIME_PATTERN.search(column.name) and not OTHER_TIME_PATTERN.search(column.name)
     return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Return True if a column has the name of a count and more than two distinct integers, with the minimum 0."""
+    """Return True if a column has the name of a count, and more than two distinct integers with the minimum 0."""
     numbers = column.numbers
     return (
         column.whole
@@ -172,15 +170,15 @@ def is_count(column: ColumnProfile) -> bool:
 
 
 def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
-    """Return the outcome for which an experiment is drafted: the requested one, or else the clearest one.
+    """Return the outcome for which an experiment is drafted: the requested one if given, otherwise the clearest one.
 
     Args:
         survey: survey of the table.
-        target: target column that the user requested, or None.
-        event: event column that the user requested. If None, the column is detected. If empty, there is no event.
+        target: target column requested by the user, or None.
+        event: event column requested by the user. If None, the column is detected. If empty, there is no event column.
 
     Raises:
-        ConfigError: the requested event column contains other values than 0 and 1, or no column is a time.
+        ConfigError: the requested event column contains values other than 0 and 1, or no column contains times.
     """
     times = [c for c in survey.columns.values() if is_time(c)]
     if event:  # not "", which means none
@@ -225,11 +223,11 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
 
 def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[ColumnProfile, ...]:
-    """Return the columns of a multilabel task that the user requested.
+    """Return the columns that the user requested for a multilabel task.
 
     Raises:
-        ConfigError: a column does not exist, is named twice, or contains other values than 0 and 1, or there is an
-            event.
+        ConfigError: a column does not exist, is named twice, or contains values other than 0 and 1, or an event is
+            given.
     """
     if event:
         raise ConfigError(f"{survey.path}: --event belongs to a single time. Name one column with --target")
@@ -247,7 +245,7 @@ def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[Col
 
 
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """Return the outcome for which there is the clearest evidence."""
+    """Return the outcome that has the clearest evidence."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points, unsure = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]
@@ -322,22 +320,22 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Return True if a column of a table with a time may be its event, but only the user can know its meaning."""
+    """Return True if a column in a table with a time may be its event, whose meaning only the user can know."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)
 
 
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Return True if a 0/1 column marks events according to the convention and its numbers confirm this.
+    """Return True if a 0/1 column marks events according to the convention, and its numbers confirm this.
 
-    The numbers confirm the convention if rows with 0 have longer times.
+    The numbers confirm the convention if the rows with 0 have longer times.
     """
     return bool(INDICATOR_PATTERN.search(column.name)) and is_event(column) and _lasts_longer(time, column)
 
 
 def _lasts_longer(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Return True if rows with 0 in a 0/1 column have the longer times, as censored rows do."""
+    """Return True if rows with 0 in a 0/1 column have longer times than the others, as censored rows do."""
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
     if len(set(column.values[here])) < 2:
         return False
@@ -396,7 +394,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
 
 
 def _tells_truth(column: ColumnProfile) -> bool:
-    """Return True if a column contains yes-or-no values, which are typical of outcomes.
+    """Return True if a column contains yes-or-no values, as outcomes often do.
 
     Other texts and small sets of numbers are groups just as often as outcomes.
     """
@@ -404,7 +402,7 @@ def _tells_truth(column: ColumnProfile) -> bool:
 
 
 def _is_known(column: ColumnProfile) -> bool:
-    """Return True if a column names the date or the person of a row, which is never predicted."""
+    """Return True if a column identifies the date or the person of a row, which is never the target."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
         column.whole and names_person(column.name) and len(column.levels) > MAX_FEW_LEVELS
     )
@@ -419,12 +417,12 @@ def _targets(names: Sequence[str]) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return a name with the quotes that a shell needs."""
+    """Return a name, in quotes if a shell needs them."""
     return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 
 def start_answer(survey: Survey) -> str:
-    """Return the beginning of the sentence that explains how to answer a question, up to the options."""
+    """Return the beginning of the sentence that explains how to answer a question, up to the list of options."""
     return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
 
 
@@ -434,14 +432,14 @@ def _answers(survey: Survey, flags: Sequence[str]) -> str:
 
 
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
-    """Return the text of a question with its candidates."""
+    """Return the text of a question that lists its candidates."""
     shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
     shown += " (to choose the column without a name, write a name for it in the header)" if "" in names else ""
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """Return a sentence about a column that may contain the events that belong to a time.
+    """Return a sentence about a column that may contain the events for a column of times.
 
     Such a column marks censored rows or contains codes other than 0 and 1.
     """
@@ -463,7 +461,7 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
 
 
 def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
-    """Return a sentence about a column that looks like the start of observation, or "" if there is none."""
+    """Return a sentence about a column that may contain the start of observation, or "" if there is no such column."""
     for column in survey.columns.values():
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)

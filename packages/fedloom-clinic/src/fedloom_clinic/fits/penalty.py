@@ -32,14 +32,13 @@ Mask = NDArray[np.bool_]
 PenaltyKind = Literal["none", "ridge", "firth"]
 PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
-"""Strengths that cross-validation compares. The strengths range from 10, where coefficients are near 0, to 1e-4, which
-is almost no penalty."""
+"""Strengths that are compared in the cross-validation. The strengths range from 10, where coefficients are near 0, to
+1e-4, which is almost no penalty."""
 CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
-"""Maximum number of steps of all fits of a cross-validation together, and gain below which a step is the last step of a
-fit."""
+"""Maximum total number of steps of a cross-validation's fits, and gain below which a step is a fit's last."""
 MAX_REFUSALS = 3
-"""Number of times that the steps are halved before the weakest strength is dropped."""
+"""How often the steps are halved before the weakest strength is dropped."""
 
 
 class Likelihood(NamedTuple):
@@ -51,13 +50,13 @@ class Likelihood(NamedTuple):
 
 
 At = Callable[[Floats], Likelihood]
-"""Function that returns the likelihood of all rows at coefficients ``[p]``."""
+"""Function that returns the likelihood of all rows, given coefficients ``[p]``."""
 
 
 class Ridge(NamedTuple):
-    """Strength of a ridge, with the held-out log-likelihood of each strength that was compared.
+    """Strength of a ridge, with the held-out log-likelihood of each strength that was tried.
 
-    ``held_out`` is empty if the strength was given.
+    ``held_out`` is empty if the strength was given by the user.
     """
 
     strength: float
@@ -65,7 +64,7 @@ class Ridge(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Text that describes the ridge and how its strength was chosen."""
+        """Text that describes the ridge and the way in which its strength was chosen."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -77,7 +76,7 @@ class Ridge(NamedTuple):
 
 
 def impossible(columns: int) -> Likelihood:
-    """Return the value for coefficients that have no likelihood.
+    """Return the value that represents coefficients without a likelihood.
 
     This value is so small that `newton` halves its step.
     """
@@ -85,7 +84,7 @@ def impossible(columns: int) -> Likelihood:
 
 
 def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
-    """Raise if a penalty is unknown, or if a strength is given for a penalty that has none or is out of range.
+    """Raise an error if a penalty is unknown, or if a strength is out of range or given for a penalty that has none.
 
     Raises:
         ConfigError: the penalty is unknown, it has no strength, or the strength is invalid.
@@ -119,12 +118,12 @@ def ridged(at: At, weights: Floats) -> At:
 
 
 def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
-    """Return the likelihood function with Firth's penalty.
+    """Return the likelihood function that includes Firth's penalty.
 
     Args:
         at: function that returns the likelihood without the penalty.
-        slope: function of the coefficients and of the inverse V of their information. The function returns the vector
-            ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
+        slope: function of the coefficients and of the inverse V of the information matrix. The function returns the
+            vector ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -145,12 +144,12 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
     """Return the largest effect of rounding on the coefficients of a fit with Firth's penalty, to first order.
 
     An error in the information changes the inverse by at most this error divided by the square of the smallest
-    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 is needed because the matrix
-    in Newton's step does not contain the penalty.
+    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 is necessary because the
+    matrix in Newton's step does not contain the penalty.
 
     Args:
-        here: likelihood at the fit.
-        slack: error of the gradient and of the gradient of the penalty, ``[q]``.
+        here: likelihood at the fitted coefficients.
+        slack: error of the gradient, including the gradient of the penalty, ``[q]``.
         matrix: error of the information, as a matrix norm.
         reach: largest distance of a row from the mean of all rows in each coordinate, ``[q]``.
     """
@@ -164,7 +163,7 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
     """Return which rows ``[N]`` of each site belong to each fold.
 
-    A site has about the same number of rows in each fold.
+    Each fold contains about the same number of a site's rows.
     """
     drawn = [np.random.default_rng([size, place]).permutation(size) % CV_FOLDS for place, size in enumerate(sizes)]
     return [[folds == k for folds in drawn] for k in range(CV_FOLDS)]
@@ -179,13 +178,13 @@ def find_ridge(
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 
-    The held-out likelihood of a fold is the likelihood of all rows minus that of the rows to which the coefficients
-    were fitted. For a partial likelihood, Verweij and van Houwelingen define it in this way. For a regression, it
-    equals the likelihood of the held-out rows.
+    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
+    coefficients were fitted. For a partial likelihood, this definition is that of Verweij and van Houwelingen. For a
+    regression, it equals the likelihood of the held-out rows.
 
     Args:
-        strength: a number, or "cv" or None to choose the strength.
-        part: function that returns the likelihood of some of the rows ``[N]`` of every site.
+        strength: a number, or "cv" or None, for which the strength is chosen.
+        part: function that returns the likelihood of some of each site's rows ``[N]``.
         sizes: number of rows at each site.
         weights: 1 for columns and 0 for intercepts, ``[p]``.
         fit: function that maximizes a likelihood, starting from given coefficients, and returns the coefficients.
@@ -211,7 +210,7 @@ def find_ridge(
 class FoldSums(NamedTuple):
     """Sums for K = S (F + 1) fits.
 
-    Each of S strengths has a fit without each of the F folds, followed by a fit of all rows.
+    For each of S strengths, there is a fit without each of the F folds, and then a fit of all rows.
 
     Attributes:
         rows: number of rows in each of these sets of rows, ``[F + 1]``.
@@ -238,7 +237,7 @@ def find_ridge_by_sums(
     beginning with the weakest.
 
     Args:
-        ask: function of the coefficients of all fits ``[K, q]`` that returns the sums, or None if clients cannot
+        ask: function that returns the sums for the coefficients of all fits ``[K, q]``, or None if clients cannot
             answer.
         weights: penalty on each squared coefficient per row for strength 1, which is 0 for intercepts, ``[q]``.
 
@@ -287,7 +286,7 @@ def find_ridge_by_sums(
 
 
 def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Floats, Floats]:
-    """Return the Newton steps of all fits, ``[K, q]``, and the gain that is expected from each, ``[K]``."""
+    """Return the Newton steps of all fits, ``[K, q]``, and the gain expected from each, ``[K]``."""
     gradients = here.gradients - penalty * beta
     informations = here.informations + penalty[:, :, None] * np.eye(penalty.shape[1])
     steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0].astype(float)
@@ -295,7 +294,7 @@ def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Flo
 
 
 def _merged(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
-    """Return the new sums for the fits whose step is accepted, and the old sums for all other fits."""
+    """Return the new sums for fits whose step is accepted, and the old sums for the others."""
     parts = (
         np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         for new, old in zip(ahead[1:], here[1:], strict=True)

@@ -1,8 +1,9 @@
 """User code of a deployment: the modules that its experiment names by import path, identical on all machines.
 
-Modules in a folder are copied, together with everything that they import from this folder, into a folder `code` next to
-the settings. Modules of an installed package stay in that package. The SHA-256 of both kinds of modules is part of the
-agreement, and is compared before the modules run. No other file in the folder is imported, not even a compiled one.
+Modules in a folder are copied, together with everything that they import from it, to a folder `code` next to the
+settings. Modules that belong to an installed package stay in that package. The agreement contains the SHA-256 of both
+kinds of modules, which is compared before the modules run. No other file in the folder is imported, not even a compiled
+one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer
 """Keys of an experiment file whose values are import paths."""
 MAX_CODE_BYTES = 4 << 20
 """Size in bytes above which user code must be installed instead of being copied. Such a size suggests that the folder
-also contains other things."""
+also contains unrelated files."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Code:
     """User code.
 
     Attributes:
-        files: contents of the files, keyed by path below `CODE_FOLDER`.
+        files: contents of the files, keyed by their paths below `CODE_FOLDER`.
         installed: SHA-256 of the source of modules from installed packages, keyed by module name.
     """
 
@@ -92,10 +93,10 @@ def code_of(settings: Mapping[str, object]) -> Code:
 
 
 def check_code(shared: Shared) -> None:
-    """Raise an error if the user code differs from the agreed user code. This does not import any of its modules.
+    """Raise an error if the user code differs from the agreed user code. For this, none of its modules is imported.
 
     Raises:
-        ConfigError: a file or a module is missing or differs. The message states both digests.
+        ConfigError: a file or a module is missing or differs from the agreed one. The message states both digests.
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
@@ -160,9 +161,9 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Loader that reads a module from source, and checks that its SHA-256 is the agreed one.
+    """Loader that reads a module from its source, and checks that its SHA-256 is the agreed one.
 
-    It never reads a compiled file, whose content might differ.
+    It never reads a compiled file, because its content might differ.
     """
 
     def __init__(self, name: str, path: str, wanted: str) -> None:
@@ -196,7 +197,7 @@ def _start_of(shared: Shared) -> list[str]:
 
 
 def _paths(settings: object) -> Iterator[str]:
-    """Yield the import paths in the tables of an experiment."""
+    """Yield the import paths that the tables of an experiment contain."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             imports = key in IMPORT_PATH_KEYS or (key == "path" and settings.get("kind") == "import")

@@ -1,4 +1,4 @@
-"""Analyses by sums over the nodes of a Flower app, with the same results as for the pooled samples.
+"""Sum-based analyses over the nodes of a Flower app, with the same results as on the pooled samples.
 
 No sample leaves a node.
 
@@ -54,8 +54,7 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
-"""Flower's name for the messages of an analysis, and the names of a node's records of answered steps and of summed sets
-of rows."""
+"""Flower's name for messages of an analysis, and names of a node's records of answered steps and summed sets."""
 GREETING_STEP = -1
 
 
@@ -66,17 +65,17 @@ class Analyses:
     Args:
         agreement: columns with their ranges, task and classes, as a file or a value. Samples must be rows with these
             columns.
-        analyses: analysis objects, or tables with their ``kind``.
+        analyses: analysis objects, or tables that contain their ``kind``.
     """
 
     agreement: Agreement | Path | str
     analyses: Sequence[Any]
 
     def find(self, name: str, clients: int) -> AgreedAnalysis:
-        """Return an analysis by its name, in the form agreed on for this number of nodes.
+        """Return an analysis by its name, in the form that was agreed on for this number of nodes.
 
         Raises:
-            ConfigError: the analysis was not agreed on, or does not fit these columns.
+            ConfigError: the analysis was not agreed on, or cannot be applied to these columns.
         """
         for given in self.analyses:
             analysis = analysis_of(given, {})
@@ -91,7 +90,7 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     """Return an analysis in the form that the server and the nodes have agreed on.
 
     Raises:
-        ConfigError: the analysis does not fit these columns.
+        ConfigError: the analysis cannot be applied to these columns.
     """
     agreed = agreement if isinstance(agreement, Agreement) else Agreement.read(Path(agreement))
     schema = schema_of_agreement(agreed, "app")
@@ -108,14 +107,14 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     """Answer a step of an analysis at a node, and return the answer.
 
     Args:
-        values: values of the message.
+        values: the message's values.
         analyses: analyses that the node answers.
-        fed: samples of the node.
+        fed: the node's samples.
         state: Flower's state, which stores the steps that have been answered.
 
     Raises:
-        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. The samples do not
-            influence this decision.
+        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. This decision does
+            not depend on the samples.
     """
     if analyses is None:
         raise ConfigError("this node has no analyses enabled. Pass them as Local(..., analyses=Analyses(...))")
@@ -158,7 +157,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
 def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
     """Record a step before it is answered, and return True if the samples have not changed since the first step.
 
-    If they have changed, the node sends zeros.
+    If they have changed, the node sends zeros instead.
 
     Raises:
         Refused: the step was answered for a different question or under different terms.
@@ -207,12 +206,12 @@ def analyze(
         analysis: a value, a name, or a table with its ``kind``, which must be the same as at the nodes.
         agreement: columns with their ranges, which must be the same as at the nodes.
         timeout: number of seconds to wait for answers.
-        folder: folder in which every sum is stored, so that the same call resumes an interrupted analysis. None to
-            store no sums.
+        folder: folder in which every sum is stored, so that the same call can resume an interrupted analysis. None if
+            sums are not stored.
 
     Raises:
-        ConfigError: the analysis does not fit these columns.
-        DataError: nodes do not answer, or the analysis has no result.
+        ConfigError: the analysis cannot be applied to these columns.
+        DataError: nodes do not answer, or the analysis yields no result.
     """
     value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
     one = agreed_analysis(value, agreement, len(nodes))
@@ -250,7 +249,8 @@ def analyze(
         )
 
     state, log = run_questions(value, public, ask, place)
-    return AnalysisResult(value, value.result(state), tuple(log), (), value.model(state))
+    table = value.result(state)
+    return AnalysisResult(value, table, tuple(log), tuple(value.remarks(table)), value.model(state))
 
 
 def _send(

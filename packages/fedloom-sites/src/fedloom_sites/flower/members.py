@@ -1,4 +1,4 @@
-"""Nodes of a run, as they introduce themselves and as the run's folder stores them."""
+"""Nodes of a run, as they introduce themselves and as they are stored in the run's folder."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Members(NamedTuple):
     """The nodes of a run.
 
     Attributes:
-        nodes: Flower's node numbers, by client.
+        nodes: Flower's node numbers, keyed by client.
         sizes: number of training, validation and test samples of each node.
-        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
+        run: name by which nodes recognize the run. If the run cannot be resumed, the name is empty.
     """
 
     nodes: list[int]
@@ -51,7 +51,7 @@ class Members(NamedTuple):
     run: str
 
     def roll(self) -> Roll:
-        """Return the registry of these nodes, with all of them connected."""
+        """Return the registry of these nodes, in which all of them are connected."""
         roll = Roll({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
         roll.connect(self.nodes)
         return roll
@@ -65,7 +65,7 @@ class Introduction(NamedTuple):
     sizes: list[int]
 
     def text(self, counted: bool = False) -> str:
-        """Return a short description of the samples."""
+        """Return a short description of the node's samples."""
         inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.signature.inputs)
         count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
         what = ", ".join(inputs) or str([*self.schema.shape])
@@ -76,7 +76,7 @@ def introduction(reply: Message) -> Introduction:
     """Return the introduction in a node's reply.
 
     Raises:
-        FedloomError: the node cannot take part. The message contains the reason.
+        FedloomError: the node cannot take part. The message states the reason.
     """
     if reply.has_error():
         cure = f"; {MODS_HINT}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
@@ -101,8 +101,8 @@ class SavedRun(NamedTuple):
     """A run, as it is stored in its folder.
 
     Attributes:
-        members: nodes of the run.
-        schema: form of the samples.
+        members: nodes that take part in the run.
+        schema: description of the samples.
         signature: call signature of the modules.
         document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the parameters of the model.
@@ -118,7 +118,7 @@ class SavedRun(NamedTuple):
         """Raise an error if this run differs from the stored run.
 
         Raises:
-            ConfigError: the method, a choice, or the model differs.
+            ConfigError: the method, a choice or the model differs.
         """
         for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
             if new != old:
@@ -127,7 +127,7 @@ class SavedRun(NamedTuple):
                 )
 
     def introduction(self, node: int) -> Introduction:
-        """Return the introduction that a node made at the start of the run."""
+        """Return the introduction that a node sent at the start of the run."""
         return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
@@ -136,12 +136,12 @@ def introductions(
 ) -> dict[int, Introduction]:
     """Wait for nodes, ask each for its introduction, and return the matching introductions, keyed by node number.
 
-    They must match each other, or the saved run if there is one.
+    They must match each other, or the saved run if it exists.
 
     Args:
         grid: Flower's connection to the nodes.
         parameters: parameters of the server's model.
-        saved: run to resume. None for a new run.
+        saved: the run to resume. None stands for a new run.
         min_nodes: minimum number of nodes.
         wait: number of seconds to wait for the nodes.
         timeout: number of seconds to wait for their answers.
@@ -182,7 +182,7 @@ def introductions(
 
 
 def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
-    """Return the most frequent form of samples, preferring earlier nodes in a tie, or None without nodes."""
+    """Return the most frequent form of samples (the earliest node's if tied), or None if there are no nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 
@@ -223,7 +223,7 @@ def write_run(folder: Path, saved: SavedRun) -> None:
     """Write a run to its folder.
 
     Raises:
-        CheckpointError: the disk rejects the file.
+        CheckpointError: the file cannot be written to the disk.
     """
     make_folder(folder)
     content = {

@@ -50,18 +50,18 @@ DEFAULT_ACTION = "default"
 STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its states by round, and its latest model."""
 SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
-"""Mods of Flower's secure aggregation."""
+"""Mods that belong to Flower's secure aggregation."""
 KEPT_RUNS = 64
-"""Maximum number of a node's runs that a process keeps in memory."""
+"""Maximum number of runs of a node that a process keeps in memory."""
 LocalFunction = Callable[[Context], Local]
-"""Function that returns a node's model and samples. It is called once for each run and process."""
+"""Function that returns a node's model and samples. It is called once in each run and process."""
 
 
 def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """Return a decorator that makes an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
 
     Args:
-        app: Flower's app for the nodes. The decorator sets the app's functions for training and evaluation.
+        app: Flower's app for the nodes. The decorator sets the functions with which the app trains and evaluates.
 
     Returns:
         A decorator for the function that returns a node's `Local` from Flower's context.
@@ -121,7 +121,7 @@ def _already_registered(kind: str) -> ConfigError:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """Return the node's latest evaluated model as a state dict: the personal model, or else the global one.
+    """Return the node's last evaluated model as a state dict: the personal model if any, otherwise the global one.
 
     The statistics of normalization layers are computed from the node's training samples.
 
@@ -129,7 +129,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
         context: Flower's context for a node of the app.
 
     Raises:
-        ConfigError: there is no model yet.
+        ConfigError: no model is stored yet.
     """
     state = tensors_of(context.state, MODEL_KEY)
     if not state:
@@ -149,7 +149,7 @@ class _Run:
 
 
 class _Node:
-    """A node's answers to the server's messages."""
+    """A node's answers to messages from the server."""
 
     def __init__(self, function: LocalFunction, app: ClientApp) -> None:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
@@ -255,7 +255,7 @@ class _Node:
         )
 
     def _run(self, context: Context) -> _Run:
-        """Return the node's model and samples, which are read once per run."""
+        """Return the node's model and samples, which are read once in each run."""
         key = (context.run_id, context.node_id)
         if key not in self._runs:
             local = self._function(context)
@@ -275,7 +275,7 @@ class _Node:
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
-        """Return the run at this node, and its job with the node's share and the state that the server accepted."""
+        """Return the run at this node, and its job, with the node's share and the state that the server accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
         check_alike(run.shapes, values["parameters"])

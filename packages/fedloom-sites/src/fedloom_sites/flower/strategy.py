@@ -48,40 +48,40 @@ from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
-"""Key for the round in the configs of Flower's strategies."""
+"""Key that stands for the round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
 """Advice on what to use instead of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
-"""Number of rounds in a second trial setting, which shows the options that depend on the number of rounds."""
+"""Number of rounds in a second trial setting, which reveals the options that depend on the number of rounds."""
 
 
 class Strategy(FlowerStrategy):
-    """A method of fedloom at the server of a Flower app, whose nodes use `fedloom_sites.flower.client`.
+    """The server's side of a fedloom method in a Flower app whose nodes use `fedloom_sites.flower.client`.
 
     Args:
-        algorithm: name in ``fl.algorithms.REGISTRY``.
-        model: the module, which must be the same as at the nodes. The values in ``initial_arrays`` replace its own
-            values.
-        min_nodes: minimum number of nodes to wait for before the first round. All nodes that are present at that point
+        algorithm: the method's name in ``fl.algorithms.REGISTRY``.
+        model: the module, which must be the same as at the nodes. The values in ``initial_arrays`` are used instead of
+            its own values.
+        min_nodes: minimum number of nodes to wait for before the first round. All nodes that are present at that time
             form the federation.
         wait: number of seconds to wait for the nodes.
-        evaluate_every: number of rounds between two evaluations at the nodes. 0 for no evaluation.
+        evaluate_every: number of rounds between two evaluations at the nodes, or 0 for no evaluation.
         folder: folder for the run's checkpoint, which is written after every round. Calling `start` with the folder of
-            an interrupted run resumes the run with the same nodes. None for no checkpoint.
+            an interrupted run resumes the run with the same nodes. None if no checkpoint is written.
         choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
             ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine``, as in an experiment file or
-            `fedloom.Setting`. Any other argument is an option of the method.
+            `fedloom.Setting`. All other arguments are options of the method.
 
     Attributes:
         state: state of the run after the latest round (`fedloom.engine.state.State`). None before the first round.
-        client_metrics: metrics of every client, keyed by the round of the evaluation.
+        client_metrics: metrics of every client, keyed by the round in which they were evaluated.
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
-        Refused: real nodes cannot compute the method.
+        Refused: the method cannot be computed by real nodes.
     """
 
     @undisturbed()
@@ -121,13 +121,13 @@ class Strategy(FlowerStrategy):
     ) -> Result:
         """Run the rounds and return the result (see ``flwr.serverapp.strategy.Strategy.start``).
 
-        An interrupted run continues with its remaining rounds.
+        An interrupted run continues with the remaining rounds.
 
-        Local training uses the strategy's ``local`` settings. The configs are sent as well, but fedloom does not read
+        Local training uses the strategy's ``local`` settings. The configs are still sent, but fedloom does not read
         them.
 
         Returns:
-            Flower's result. Rounds are numbered from the first round of the run.
+            Flower's result. Rounds are counted from the first round of the run.
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
@@ -189,11 +189,10 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample the cohort for the next round, and return its messages.
+        """Sample the cohort for the next round, and return the messages to it.
 
         Raises:
-            ConfigError: Flower's differential privacy wraps this strategy, or the arrays do not come from this
-                strategy.
+            ConfigError: Flower's differential privacy wraps this strategy, or the arrays do not come from it.
         """
         refuse_privacy(config)
         self._warn_of_unread("train_config", config)
@@ -237,10 +236,10 @@ class Strategy(FlowerStrategy):
 
         Returns:
             The global model, or None before the last round if nothing reads it (i.e. without an ``evaluate_fn`` or
-            functions of a subclass). Also the round's counts, which are None with too few replies.
+            functions of a subclass). The round's counts are also returned, or None if there are too few replies.
 
         Raises:
-            RunStopped: every node in the cohort refused the round, and a repeated request would not change this.
+            RunStopped: every node in the cohort refused the round, and repeating the request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -279,7 +278,7 @@ class Strategy(FlowerStrategy):
         """Return the requests for the scores of all nodes' models.
 
         Returns:
-            A request for each node. The list is empty in a round without an evaluation.
+            One request for each node. In a round without an evaluation, the list is empty.
         """
         if self._job is None or self._clients is None or self.state is None:
             return []
@@ -301,7 +300,7 @@ class Strategy(FlowerStrategy):
         """Return the mean scores, weighted by the nodes' numbers of samples, or None without an evaluation.
 
         Returns:
-            The means, keyed by ``model/part/metric``. None in a round without an evaluation.
+            The means, keyed by ``model/part/metric``. None in a round in which nothing is evaluated.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
@@ -337,7 +336,7 @@ class Strategy(FlowerStrategy):
     @undisturbed()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
-        """Find the nodes of the run, build the job from their descriptions of samples, and return the initial state."""
+        """Find the run's nodes, build the job from the descriptions of their samples, and return the initial state."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
@@ -373,7 +372,7 @@ class Strategy(FlowerStrategy):
         """Clients, job and state of a run.
 
         Raises:
-            ConfigError: no run has begun.
+            ConfigError: no run has started yet.
         """
         if self._clients is None or self._job is None or self.state is None:
             raise ConfigError(
@@ -395,7 +394,7 @@ class Strategy(FlowerStrategy):
             )
 
     def _look(self, grid: Grid) -> None:
-        """Update which nodes of the run are connected."""
+        """Update which of the run's nodes are connected."""
         clients, *_ = self._running
         for node in clients.roll.connect({*grid.get_node_ids()}):
             log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
@@ -407,15 +406,15 @@ class Strategy(FlowerStrategy):
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
     def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
-        """Ask the nodes to introduce themselves, and return them with a description of their samples.
+        """Ask the nodes to introduce themselves, and return them with descriptions of their samples.
 
         Args:
             grid: Flower's connection to the nodes.
             parameters: parameters of the server's model.
-            saved: run to resume. None for a new run.
+            saved: the run to resume. None stands for a new run.
 
         Raises:
-            ConfigError: too few matching nodes are present, or the run is a different one.
+            ConfigError: too few matching nodes are present, or the folder contains a different run.
         """
         if saved is not None:
             saved.check(self._document, parameters, self._folder)
@@ -431,7 +430,7 @@ class Strategy(FlowerStrategy):
 
     @undisturbed()
     def _is_unchanged(self, initial_arrays: ArrayRecord) -> bool:
-        """Return True if the run trains only a global model, and this model has not changed."""
+        """Return True if the run trains only a global model, and this model is unchanged."""
         newest = self._arrays()
         if newest is None or self._running[1].has_personal:
             return False
@@ -481,4 +480,4 @@ def _scores(answer: object) -> MetricRecord | None:
 
 
 class _Configured(Exception):
-    """Exception that signals that the messages of a round are ready. The replies arrive later."""
+    """Exception that signals that the messages of a round have been configured. The replies arrive at a later time."""

@@ -1,4 +1,4 @@
-"""Planning at equal gradients: find the number of rounds in which a method computes as many gradients as FedAvg."""
+"""Planning at equal gradients: finds the number of rounds in which a method computes as many gradients as FedAvg."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the number of rounds for which a method's total number of gradients comes closest to FedAvg's.
+        """Return the number of rounds in which a method's total number of gradients comes closest to that of FedAvg.
 
         Args:
-            cell: the method in this setup.
+            cell: the method in the given setup.
             params: settings of the method, keyed by name.
-            seed: seed of the run.
-            whole: True to run every round to measure its cost, as in `fedloom.lab.tune.Budget.rounds`.
+            seed: the run's seed.
+            whole: True to run every round when measuring the cost, as in `fedloom.lab.tune.Budget.rounds`.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as in `fedloom.lab.tune.Budget.rounds`.
+            ConfigError, RunStopped, ClientError: see `fedloom.lab.tune.Budget.rounds`.
         """
         fed, budget = self._budget_of_seed(seed)
         setting: Setting = parse(replace_params(cell.document, 0, params), cell.where).methods[0].setting

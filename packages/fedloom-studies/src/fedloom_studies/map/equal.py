@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,9 +45,9 @@ class BothProtocols(NamedTuple):
     Attributes:
         rounds: verdicts at equal rounds.
         gradients: verdicts at equal gradients.
-        records: records at equal gradients as they were written, keyed by method. Reused records contain no values.
-        changes: difference of the mean at equal gradients from the mean at equal rounds, for every method whose work
-            differs. All differences form one family of tests.
+        records: records at equal gradients, as originally written, keyed by method. Reused records contain no values.
+        changes: mean at equal gradients minus mean at equal rounds, for every method whose work differs. All
+            differences form one family of tests.
     """
 
     rounds: SetupVerdict
@@ -56,27 +57,28 @@ class BothProtocols(NamedTuple):
 
     @property
     def repeated(self) -> list[str]:
-        """Methods that were run again although their work is the same as at equal rounds."""
+        """Return the methods that were run again although they do the same work as at equal rounds."""
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]
         return [name for name in again if self.rounds.find(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
-        """Return the methods whose change is significant and has the given sign, with the largest change first."""
+        """Return the methods whose change is significant and has the given sign, largest change first."""
         clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
         return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
 
 
 def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
-    """Compare the results of a setup at equal gradients with those at equal rounds.
+    """Compare the results of a setup at equal gradients with those at equal rounds, with the setup's first seeds.
 
     Args:
-        rounds: verdicts of the setup at equal rounds.
+        rounds: the setup's verdicts at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
-    gradients = judge(rounds.setup, fill_reused(second, first))
+    setup = replace(rounds.setup, plan=())  # both protocols have the first seeds
+    rounds, gradients = judge(setup, first) if rounds.setup.plan else rounds, judge(setup, fill_reused(second, first))
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
     means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:
@@ -94,7 +96,7 @@ def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
 
 
 def changes_in_words(c: BothProtocols) -> str:
-    """Return sentences about methods whose means differ significantly between equal gradients and equal rounds."""
+    """Return sentences about methods whose means at equal gradients and at equal rounds differ significantly."""
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
@@ -141,9 +143,9 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 
 
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
-    """Return a sentence about methods that compute over 10 % more gradients than FedAvg.
+    """Return a sentence about the methods that compute over 10 % more gradients than FedAvg.
 
-    A single round of these methods already exceeds the budget.
+    A single round of these methods alone exceeds the budget.
     """
     named = []
     for c in comparisons:
@@ -157,7 +159,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
-    """Yield lines for a setup's page: sentences, a row for every method, and the methods that were not run."""
+    """Yield lines for a setup's page: sentences, a row for each method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:
@@ -191,7 +193,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
-    """Return remarks on a method: whether it is stale or reused, and which changes and gains are significant."""
+    """Return remarks on a method: if its record is stale or reused, and which changes and gains are significant."""
     record, standing, change = c.records[method], c.gradients.find(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []

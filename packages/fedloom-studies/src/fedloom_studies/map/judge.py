@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,30 +39,29 @@ MIN_SETUPS = 3
 """Minimum number of setups, and of methods, for a statement about all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
-"""First and last positions of every group of adjacent methods that a test does not distinguish."""
+"""First and last positions of every group of adjacent methods that the test does not distinguish."""
 DETECTABLE_GAIN = 0.03
-"""Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of another
+"""Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of a different
 method."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect this gain. This probability is the statistical power that studies
-usually aim for."""
+"""Probability with which a setup should detect this gain. Studies usually aim for this statistical power."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Result of a method in a setup.
+    """A method's result in a setup.
 
     Attributes:
         figures: values keyed by name and seed. ``mean``, ``worst10`` and ``variance`` are statistics of the metric over
             clients after the last round. ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from
             the models of local training and FedAvg. ``gainers_local`` and ``gainers_fedavg`` are the fractions of
-            clients for which this difference is positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
-            round in which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
+            clients for which these differences are positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
+            round by which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
             ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
             evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
         gain: gain in ``mean`` over the better of local training and FedAvg. None for this baseline itself, and if
             either of the two has no result.
-        confirmed: True if the gain is also significant, with the same sign, with the seeds of a second run. None if
+        confirmed: True if the gain is also significant, with the same sign, for the seeds of a second run. None if
             there was no second run.
     """
 
@@ -100,7 +99,7 @@ class SetupVerdict:
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
             given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
             and is 0 if ``spread`` is unknown.
-        standings: results of the methods that have finished, with the best mean first.
+        standings: results of the methods that have finished, best mean first.
         records: record of every method, keyed by method.
     """
 
@@ -110,26 +109,34 @@ class SetupVerdict:
     needed: int
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
+    seeds: tuple[int, ...]
 
     def find(self, method: str) -> Standing | None:
-        """Return the result of a method, or None if it has none."""
+        """Return a method's result, or None if it has none."""
         return next((s for s in self.standings if s.method == method), None)
 
     @property
     def rivals(self) -> list[Standing]:
-        """Results of all methods except training on pooled data, with the best mean first."""
+        """Results of all methods except training on pooled data, best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property
     def decides(self) -> bool:
         """True if enough seeds were run to detect a gain of `DETECTABLE_GAIN`."""
-        return 0 < self.needed <= len(self.setup.seeds)
+        return 0 < self.needed <= len(self.seeds)
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
-    """Judge the records of a setup. All differences that the pages state form one family of tests."""
+    """Judge the records of a setup. All differences stated on the pages form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
+    whole = (
+        stage for stage in reversed(setup.stages) if all({*map(str, stage)} <= r.seeds.keys() for r in done.values())
+    )
+    seeds = next(whole, setup.seeds)
+    later = {str(seed) for seed in setup.further if seed not in seeds}
+    cells = {m: replace(r, seeds={s: one for s, one in r.seeds.items() if s not in later}) for m, r in cells.items()}
+    done = {method: cells[method] for method in done}
     means = {method: last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = (
@@ -150,7 +157,9 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     tested = [m for m, test in tests.items() if test.testable]
     prior = prior_of([_array([*members[m].values()]) for m in tested])
     needed = seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0
-    return SetupVerdict(setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells)
+    return SetupVerdict(
+        setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells, seeds
+    )
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:
@@ -208,9 +217,9 @@ class Overall(NamedTuple):
     """Comparison of methods over all setups.
 
     Attributes:
-        methods: methods in order of their mean ranks, the best first.
-        ranks: mean rank of each method over the setups, where 1 is the best.
-        setups: setups in which all of these methods have a result.
+        methods: methods in order of their mean ranks, best first.
+        ranks: each method's mean rank over the setups, where 1 is the best.
+        setups: setups in which each of these methods has a result.
         p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
         groups: groups of methods that Nemenyi's test does not distinguish.
     """
@@ -223,9 +232,9 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Apply Friedman's and Nemenyi's tests to the largest set of setups and methods without missing results.
+    """Apply Friedman's and Nemenyi's tests to the largest block of setups and methods without missing results.
 
-    Return None if this set is too small.
+    Return None if the set is too small.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.

@@ -28,14 +28,14 @@ References = Mapping[tuple[str, str], CellRecord]
 
 
 def reference_names() -> Iterator[tuple[str, str, str]]:
-    """Yield the name of every reference, its kind of model, and whether it is trained per client or on pooled data."""
+    """Yield every reference's name and kind of model, and whether it is trained per client or on pooled data."""
     for kind, words in REFERENCE_MODELS.items():
         for protocol in (PER_CLIENT, POOLED_SCOPE):
             yield f"{words}, {protocol}", kind, protocol
 
 
 def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
-    """Fit and score all references, and yield their records.
+    """Fit and score all references, and yield a record of each.
 
     For every seed, a reference is fitted to the training parts with scikit-learn's default settings and scored on the
     test parts.
@@ -59,7 +59,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of the models on the clients' test parts, the targets, and the client of each output."""
+    """Return the models' outputs on the clients' test parts, the targets, and each output's client."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []
@@ -86,7 +86,7 @@ def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
 
 
 def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
-    """Return the log probabilities of all classes or, for two classes, the log odds of the second class."""
+    """Return the log probabilities of all classes or, if there are two classes, the log odds of the second."""
     probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
     shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
     shares[:, fitted.classes_] = probabilities.clip(1e-9)

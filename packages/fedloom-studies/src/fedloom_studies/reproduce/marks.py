@@ -1,6 +1,6 @@
-"""Marks for verdicts. Each has its own shape and color, and always stands next to a word.
+"""Marks for verdicts. Each mark has its own shape and color, and always stands next to a word.
 
-The module also states how many claims have each verdict.
+The module also counts how many claims have each verdict.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def draw_marks() -> dict[str, str]:
 
 
 def count_claims(count: int, word: str) -> str:
-    """Return a phrase with the number of claims that have a verdict, such as "2 do not hold".
+    """Return a phrase with the number of claims that have the given verdict, such as "2 do not hold".
 
     >>> count_claims(1, "holds in part"), count_claims(3, "not tested (needs a GPU)"), count_claims(2, "undecided")
     ('1 holds in part', '3 are not tested (needs a GPU)', '2 are undecided')
@@ -60,7 +60,7 @@ def count_claims(count: int, word: str) -> str:
 
 
 def join_counts(phrases: Sequence[str]) -> str:
-    """Join phrases with commas, with "and" before the last one.
+    """Join phrases with commas, but the last two with "and".
 
     >>> join_counts(["5 hold", "1 is undecided"]), join_counts(["5 hold", "1 is undecided", "2 do not hold"])
     ('5 hold and 1 is undecided', '5 hold, 1 is undecided, and 2 do not hold')
@@ -71,7 +71,7 @@ def join_counts(phrases: Sequence[str]) -> str:
 
 
 class ClaimCell(NamedTuple):
-    """Cell of a table of claims: a verdict under one protocol, the difference behind it, and the source recipe."""
+    """Cell of a table of claims: a verdict under one protocol, the difference behind it, and its source recipe."""
 
     verdict: ClaimVerdict
     reason: Untested | None = None
@@ -80,17 +80,17 @@ class ClaimCell(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Verdict as text for readers."""
+        """Text of a verdict, as shown to readers."""
         return claim_words(self.verdict, self.reason)
 
     @property
     def is_asked(self) -> bool:
-        """True if some recipe tests the claim, or will test it."""
+        """True if a recipe tests the claim, or will test it."""
         return self.reason != Untested.UNASKED
 
 
 def show_mark(cell: ClaimCell) -> str:
-    """Render a cell with its mark, word and number, as a link to the page of the recipe."""
+    """Render a cell with its mark, word and number, as a link to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({PAPERS_FOLDER}/{cell.recipe}.md)" if cell.recipe else text
     return f"![]({PAPERS_FOLDER}/{mark_name(cell.verdict)}.svg) {linked}"
@@ -117,7 +117,7 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return sentences with the number of claims that are covered, and the number with each verdict."""
+    """Return sentences with the number of claims that are covered, and with the number for each verdict."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]

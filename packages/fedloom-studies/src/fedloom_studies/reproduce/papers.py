@@ -1,8 +1,8 @@
-"""Page about all papers, with a row for each paper and its headline claims as published and in a fair test.
+"""Page about all papers, in which each paper has a row with its headline claims, as published and in a fair test.
 
-The file ``papers.toml`` lists the headline claims. For each, it contains the first words of the corresponding claim in
-the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into its sentences about
-reasons for verdicts. Everything else is generated from the summaries.
+The file ``papers.toml`` lists the headline claims. For each of them, it contains the first words of the corresponding
+claim in the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into the papers'
+sentences about the reasons for verdicts. Everything else is generated from the recipes' summaries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
-"""Verdicts in order, with the least favorable first."""
+"""Verdicts, from the least to the most favorable."""
 PAPERS_TEXT = """# Paper reproductions
 
 This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
@@ -112,13 +112,13 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
-    """Return the papers in the order of the page."""
+    """Return the papers in the order in which the page lists them."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(Sheet(**one) for one in document["paper"])
 
 
 def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes without those for tables of other programs, which have a page of their own."""
+    """Return the recipes, without those for tables of other programs, which have their own page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
@@ -126,7 +126,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     """Yield the names and texts of all files: the page about all papers (named ""), marks, and recipe pages.
 
     Raises:
-        RunDirError: a file in ``results`` is not a summary of a recipe.
+        RunDirError: a file in ``results`` is not a recipe's summary.
         ConfigError: a sentence in ``papers.toml`` states a difference that is not significant.
     """
     recipes = select_papers(recipes)
@@ -230,7 +230,7 @@ def _objection(
 def _less(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than the paper's."""
+    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than those of the papers."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
@@ -253,7 +253,7 @@ def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, n
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
-    """Return how far the anchors are from the paper's values, in the recipes from which the verdicts come."""
+    """Return how far the anchors are from the paper's values, for the recipes that provide the verdicts."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -276,12 +276,12 @@ def _cells(
 def _cell(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
 ) -> ClaimCell:
-    """Return the verdict on a headline claim under one protocol.
+    """Return the verdict on a headline claim under the given protocol.
 
     The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
     least favorable verdict is used.
 
-    A recipe whose run is not comparable to the paper's gives no verdict, and the verdict of a stand-in appears only on
+    A recipe whose run is not comparable to the paper's yields no verdict, and the verdict of a stand-in appears only on
     its own page.
     """
     if not names:
@@ -313,7 +313,7 @@ def _cell(
 
 
 def _number(one: judge.JudgedClaim) -> str:
-    """Render the difference from the closest rival, or if this rival is a number, the subject's own value."""
+    """Render the difference from the closest rival or, if this rival is a number, the subject's own value."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
@@ -322,12 +322,12 @@ def _number(one: judge.JudgedClaim) -> str:
 
 
 def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
-    """Return True if a summary is complete and was made with the current version of the recipe."""
+    """Return True if a summary is complete and was created with the current version of the recipe."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a run has as many rounds and as much data as the paper's."""
+    """Return True if a run has at least as many rounds and as much data as the paper's."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.make_documents("full").values()} == {
         summary.rounds
     }
@@ -339,7 +339,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
 
 
 def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Render the most telling number of a paper, from the fair test if possible, or else as published."""
+    """Render a paper's most telling number, from the fair test if possible, otherwise as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
@@ -362,7 +362,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
-    """Render the lead over the closest rival that the paper prints, from the first recipe that contains it."""
+    """Render the lead over the closest rival that the paper reports, from the first recipe that contains it."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):
@@ -375,7 +375,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
-    """Yield a table of verdicts that were published on the page and then changed, with the reasons."""
+    """Yield a table of published verdicts that were later changed, with the reasons."""
     yield from (
         "## Corrected",
         "",

@@ -21,10 +21,10 @@ from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
 ANSWER_SECONDS = 90.0
-"""Time in seconds that the server, or a command to it, may take to answer."""
+"""Time, in seconds, that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
-"""Folder that contains the programs of this Python environment."""
+"""Folder with the programs of this Python environment."""
 
 
 def fill_template(template: str, **values: object) -> str:
@@ -36,8 +36,8 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
     """Return a command line from `ops/commands.toml` as a list of words.
 
     Args:
-        name: name of the command.
-        of: settings of the server or of a site. Their fields fill in placeholders.
+        name: the command's name.
+        of: settings of either the server or a site. Their fields replace the placeholders.
         programs: folder of Flower's programs.
         values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 
@@ -59,7 +59,7 @@ def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | Non
     Args:
         home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
-        threads: number of threads of numerical libraries. None for the default of the libraries.
+        threads: number of threads of numerical libraries. None for the libraries' own default.
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}
@@ -71,7 +71,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
 
     Args:
         question: name of the command.
-        home: folder of the command line, with the connection to the server.
+        home: folder of Flower's command line, with the connection to the server.
         programs: folder of Flower's programs.
         values: see `command`.
 
@@ -92,7 +92,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
 
 
 def profile(address: str, ca: Path) -> str:
-    """Return the `config.toml` that Flower's command line needs to reach the server."""
+    """Return the `config.toml` with which Flower's command line reaches the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 

@@ -1,8 +1,8 @@
 """Start of a site as a service.
 
-The current `site.toml` is read at each start, so the unit need not change if server or port change.
+The current `site.toml` is read at each start, so the unit can stay the same if the server or port changes.
 
-The process of ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
+``python -m fedloom_sites.deploy.ops.join SITE.TOML`` starts a process that becomes the site's network process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that never outlive the process that started them: each is ended by its ID, with all its descendants."""
+"""Processes that never outlive the process that started them: each is ended, by its ID, with all its descendants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix of the line in which a Flower program reports why it ends. Details follow in the next lines."""
+"""Prefix of the line in which a Flower program reports why it ends. Details follow in the lines below."""
 
 
 class ProcessError(FedloomError):
@@ -34,7 +34,7 @@ class Process:
         command: program and arguments.
         environment: variables that are added to this process's environment.
         log: file of the output.
-        folder: working directory. None for the working directory of this process.
+        folder: working directory. None stands for the working directory of this process.
     """
 
     def __init__(
@@ -61,25 +61,25 @@ class Process:
     def alive(self) -> bool:
         """Return True if the process is still running.
 
-        A process that has ended keeps its ID until it is reaped, so that no other process can get the ID.
+        A process that has ended keeps its ID until it is reaped, so that no other process can get this ID.
         """
         if self._popen.returncode is not None:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def bury(self) -> None:
-        """Collect the exit status if the process has ended, so that its group disappears with its last process."""
+        """Collect the exit status of an ended process, so that its group disappears with its last process."""
         self._popen.poll()
 
     def reap(self) -> int:
-        """Return the exit status. The rest of the process's group is killed first."""
+        """Return the exit status. Any remaining processes in its group are killed first."""
         if self._popen.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
 
     def tail(self, lines: int = 12) -> str:
-        """Return the end of the output, or the reason for the end that Flower or the operating system has written."""
+        """Return the end of the output, or the reason for the exit that Flower or the operating system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
             return "another program took the chosen port in the meantime. Run the same command again"
@@ -90,7 +90,7 @@ class Process:
         """Raise an error if the process has ended.
 
         Raises:
-            ProcessError: the process has ended. The message contains the end of its output.
+            ProcessError: the process has ended. The message contains the end of the process's output.
         """
         if not self.alive():
             raise ProcessError(
@@ -99,7 +99,7 @@ class Process:
 
 
 class Processes:
-    """Context manager that ends its processes when the block is left in any way, or when this process is killed.
+    """Context manager that ends its processes however the block is left, or when this process is killed.
 
     A reaper process (`reaper`) ends them within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the
     block in the same way as Ctrl-C. While processes are being ended, further signals are held back.
@@ -129,7 +129,7 @@ class Processes:
             process.check()
 
     def stop(self) -> None:
-        """End all processes and their descendants."""
+        """End all processes, including their descendants."""
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             with suppress(BrokenPipeError):
@@ -162,14 +162,14 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different loopback ports that are currently free."""
+    """Return distinct loopback ports that are currently free."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]
 
 
 def check_free(port: int, what: str) -> None:
-    """Raise an error if a port is in use.
+    """Raise an error if a port is already in use.
 
     Raises:
         ConfigError: another process listens on the port.

@@ -16,13 +16,13 @@ from fedloom_sites.deploy.setting_files import read_server
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a Flower command unless the experiment is complete, and return the exit code.
+    """Run a Flower command, unless the experiment is already complete, and return the exit code.
 
     Args:
         words: the server's TOML file, and the command.
 
     Returns:
-        The exit code: 0 if the experiment is complete or should stop, otherwise 1.
+        Return the exit code: 0 if the experiment is complete or should stop, otherwise 1.
     """
     server = read_server(Path(words[0]))
     if finished(server) is None and not stop_file(server).exists():

@@ -2,7 +2,7 @@
 
 In both directions, the head contains protocol, release, experiment, kind, round and client, the nonce, and the SHA-256
 of the arrays. A reply also contains a signature over all of these fields. Nothing in a message is ever unpickled: the
-arrays are bytes for the codec.
+arrays are bytes that the codec decodes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ MAX_FLAG_DIGITS = 9000
 The limit for a field of a head is 10,000 characters.
 """
 MAX_FIGURES = 5000
-"""Maximum number of numbers in a message: metrics for every class, part and model."""
+"""Maximum number of values in a message: metrics for every class, part and model."""
 MAX_ARRAYS = 5
-"""Maximum number of arrays in a message."""
+"""Maximum number of arrays in one message."""
 HEAD_LIMIT = 1 << 20
-"""Maximum number of bytes in the head of a message."""
+"""Maximum number of bytes in a message's head."""
 HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD = "head", "arrays", "metrics"
 ARRAY_STYPE, ARRAY_DTYPE = "fedloom.wire", "uint8"
 
@@ -65,9 +65,9 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "unmask": {"session": bytes},
     "relay": {"session": bytes},
 }
-"""Further fields of a message from the server.
+"""Additional fields of a message from the server.
 
-``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 for none.
+``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 if there is none.
 """
 
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
@@ -95,7 +95,7 @@ REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
     "result": {"samples": int},
     **{step: {} for step in (*SESSION_STEPS, "relay")},
 }
-"""Further fields of a site's reply."""
+"""Additional fields of a site's reply."""
 
 STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 """Additional fields of every reply."""
@@ -104,7 +104,7 @@ UNABLE_STATUS = "unable"
 """Status of a reply from a site that could not write to its disk, so that the server may send the message again."""
 
 MAX_REASON_CHARACTERS = 500
-"""Maximum number of characters in a reason."""
+"""Maximum length of a reason, in characters."""
 
 
 class Envelope(NamedTuple):
@@ -113,7 +113,7 @@ class Envelope(NamedTuple):
     Attributes:
         head: plain values.
         arrays: encoded messages for the codec.
-        metrics: numbers keyed by name.
+        metrics: values keyed by name.
     """
 
     head: dict[str, Any]
@@ -128,10 +128,10 @@ class Request(NamedTuple):
         kind: kind of the message.
         client: number of the site. None in a greeting, which asks for this number.
         arrays: encoded messages for the codec.
-        more: further fields of the head.
-        down: message that the client receives, for computing the norm of the difference.
+        more: additional fields of the header.
+        down: message that the client receives, from which the norm of the difference is computed.
         node: Flower's number for the node. The number is set when the message is sent.
-        round: round of the message, if it differs from the round of the other messages that are sent together.
+        round: round of the message, if it differs from the round of the other messages sent with it.
         read, most: see `Pending`.
     """
 
@@ -147,7 +147,7 @@ class Request(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Message that was sent to a site and whose reply is still expected.
+    """Message that was sent to a site and whose reply has not yet arrived.
 
     Attributes:
         kind: kind of the message.
@@ -156,7 +156,7 @@ class Pending(NamedTuple):
         node: Flower's number for the node.
         nonce: nonce of this message.
         down: message that the client received, for computing the norm of the difference.
-        read: function, provided by the caller, that decodes and checks the array of a secure aggregation step.
+        read: function, provided by the caller, that decodes and checks the array of a step of secure aggregation.
         most: maximum number of bytes in the entire reply.
     """
 
@@ -191,7 +191,7 @@ class Reply(NamedTuple):
 
 
 def digest_of(arrays: Sequence[bytes]) -> str:
-    """Return the SHA-256 of the arrays, each with its length, as hexadecimal digits."""
+    """Return the SHA-256 of the arrays, each preceded by its length, as hexadecimal digits."""
     digest = hashlib.sha256()
     for part in arrays:
         digest.update(len(part).to_bytes(8, "little"))
@@ -243,17 +243,17 @@ def unseal(
     limit: int,
     head_limit: int = HEAD_LIMIT,
 ) -> Envelope:
-    """Check the fields of a message, and return its content. No array is parsed.
+    """Check the fields of a message, and return its content. No array is parsed for this.
 
     Args:
         content: content of any message.
-        fields: additional fields of its head, keyed by kind.
-        status: fields of every head besides the common fields.
+        fields: additional fields of the message's header, keyed by kind.
+        status: fields of the head in addition to the common fields.
         limit: maximum number of bytes in the arrays.
-        head_limit: maximum number of bytes in the head.
+        head_limit: maximum number of bytes in the message's head.
 
     Raises:
-        WireError: records, fields, types or sizes are not as expected. No other error is possible.
+        WireError: records, fields, types or sizes are not as expected. No other errors are possible.
     """
     head, arrays = content.get(HEAD_RECORD), content.get(ARRAYS_RECORD)
     names = {HEAD_RECORD, ARRAYS_RECORD} | ({METRICS_RECORD} if METRICS_RECORD in content else set())
@@ -283,7 +283,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
-    """Return the encoded messages for the codec in a record. No message is parsed.
+    """Return the encoded messages that a record contains for the codec. No message is parsed for this.
 
     Args:
         record: record of any message.
@@ -307,9 +307,9 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
-    """Return at most `MAX_FIGURES` numbers, keyed by names of limited length.
+    """Return at most `MAX_FIGURES` values, keyed by names of limited length.
 
-    The values may be anything except lists.
+    Any values except lists are allowed.
     """
     record = content.get(METRICS_RECORD)
     if record is None:
@@ -323,7 +323,7 @@ def _metrics(content: RecordDict) -> dict[str, float]:
 
 
 def _size(value: object) -> int:
-    """Return the size of a value of a head in bytes, with one byte for each character."""
+    """Return the size in bytes of a value in a header, with one byte for each character."""
     if isinstance(value, list):
         return sum(map(_size, value)) + len(value)
     return len(value) if isinstance(value, str | bytes) else 8

@@ -20,7 +20,7 @@ from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
 NONCE_BYTES = 16
-"""Number of bytes of a nonce."""
+"""Length of a nonce in bytes."""
 
 
 def new_nonce() -> bytes:
@@ -45,7 +45,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_line(private: bytes) -> str:
-    """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not a key."""
+    """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not such a key."""
     try:
         key = load_ssh_private_key(private, None)
     except (ValueError, UnsupportedAlgorithm):
@@ -54,7 +54,7 @@ def public_line(private: bytes) -> str:
 
 
 def verifying_key(line: str, site: str) -> Ed25519PublicKey:
-    """Read the public key of a site from its OpenSSH line.
+    """Read a site's public key from its OpenSSH line.
 
     Raises:
         ConfigError: the line is not an Ed25519 key.

@@ -1,7 +1,7 @@
 """Copies of a site for a rehearsal: its code, data and settings, with temporary keys and a temporary state.
 
 The other sites are stand-ins. They follow the protocol with all its checks and send zeros. An attack that isolates this
-site in a sum therefore reads exactly the numbers that this site sends.
+site in a sum therefore reads exactly the numbers that this site has sent.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class StandIn:
     """Stand-in for another site in a session, which follows the protocol and sends zeros.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         key: signing key of the stand-in.
         trainer: trainer of the rehearsed site, which determines the weights of a sum.
-        sizes: numbers of samples that the stand-in reports.
+        sizes: numbers of samples that the stand-ins report.
         figures: metrics that the stand-in reports for its samples.
 
     Attributes:
-        length: length of its next vector.
+        length: length of the next vector.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StandIn:
         self._trainer, self._member, self.length = trainer, SessionMember(site, key, site.folder), 1
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the reply to a step of a session."""
+        """Return the reply to one step of a session."""
         try:
             arrays, head = [self._answer(unseal(content, REQUEST_FIELDS, {}, 1 << 40))], {"status": "ok", "reason": ""}
         except FedloomError as error:
@@ -87,10 +87,10 @@ class StandIn:
 
 
 class RehearsedSite:
-    """Site whose copies are attacked.
+    """Site whose copies the rehearsal attacks.
 
     Args:
-        site: settings of the site. Nothing in the site's folders is changed.
+        site: the site's settings. Nothing in the site's folders is changed.
         folder: folder for keys and state of the copies.
     """
 
@@ -114,7 +114,10 @@ class RehearsedSite:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of training, validation and test samples of the site. The stand-ins report the same numbers."""
+        """Numbers of training, validation and test samples of the site.
+
+        The stand-ins report the same numbers of samples.
+        """
         return tuple(self.copy().sizes)
 
     def copy(self, fed: Federation | None = None, **settings: Any) -> Client:
@@ -133,11 +136,11 @@ class RehearsedSite:
     def rogue(
         self, client: Client | None = None, sizes: Mapping[int, Sequence[int]] | None = None, **settings: Any
     ) -> RogueServer:
-        """Return a dishonest server for a copy of the site and for stand-ins.
+        """Return a dishonest server for a copy of the site and for stand-ins of the other sites.
 
         Args:
-            client: the copy. None for a new copy.
-            sizes: numbers of samples of stand-ins, keyed by site number, if they differ from the site's numbers.
+            client: the copy. If None, a new copy is used.
+            sizes: numbers of samples of stand-ins, keyed by site number, if they differ from the site's own numbers.
             settings: see `copy`.
         """
         client = self.copy(**settings) if client is None else client
@@ -152,16 +155,16 @@ class RehearsedSite:
         return RogueServer(sites, client.trainer)
 
     def later_rogue(self, number: int, memory: Path) -> RogueServer:
-        """Return a server for one of several experiments on the same data, for which the site keeps a joint record.
+        """Return a server for one of several experiments on the same data, for which the site keeps a common record.
 
         Args:
-            number: number of the experiment. 0 for the experiment of the site's settings.
+            number: number of the experiment, which is 0 for the experiment of the site's settings.
             memory: folder of the site's memory.
         """
         return self.rogue(memory=memory, **self._experiment(number))
 
     def _experiment(self, number: int) -> dict[str, Any]:
-        """Write a copy of the experiment with a different digest, and return the changed settings."""
+        """Write a copy of the experiment with a different digest, and return the settings changed accordingly."""
         if number == 0:
             return {}
         agreed, folder = self.site.experiment, self.folder / f"experiment-{number}"

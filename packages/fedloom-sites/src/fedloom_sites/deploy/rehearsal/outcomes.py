@@ -8,14 +8,14 @@ Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
 """Verdict on an attack.
 
 - stopped: a rule of the site stopped the attack.
-- remains: the agreement reveals this much, as documented.
+- remains: the attack reveals what the agreement is documented to reveal.
 - OPEN: the server learned something about this site that it should not learn.
 - not tried: the attack does not apply to this site.
 """
 
 
 class Inapplicable(Exception):
-    """Error: an attack does not apply to a site. The message contains the reason."""
+    """Error: an attack cannot be applied to a site. The message states the reason."""
 
 
 class AttackOutcome(NamedTuple):
@@ -24,8 +24,8 @@ class AttackOutcome(NamedTuple):
     Attributes:
         verdict: see `Verdict`.
         tried: description of what was tried.
-        learned: information that the server learned about the site.
-        rule: rule that stopped the attack, or description of the remaining risk.
+        learned: what the server learned about the site.
+        rule: rule that stopped the attack, or a description of the remaining risk.
     """
 
     verdict: Verdict
@@ -55,10 +55,10 @@ def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "no
 
     Args:
         is_open: True if the attack succeeded.
-        tried: description of the attack.
+        tried: description of what the attack tries.
         rule: rule that stops the attack.
-        learned: information that the server learned if the attack succeeded.
-        nothing: information that the server learned if the attack failed.
+        learned: what the server learned if the attack succeeded.
+        nothing: what the server learned if the attack failed.
     """
     if is_open:
         return AttackOutcome("OPEN", tried, learned, f"not stopped. The rule would be: {rule}")

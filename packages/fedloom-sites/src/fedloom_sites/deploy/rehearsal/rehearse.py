@@ -1,4 +1,4 @@
-"""Rehearsal, which runs all attacks on copies of one site, one after another."""
+"""Rehearsal, which runs all attacks, one after another, on copies of one site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REHEARSED_ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]
     *SAMPLE_ATTACKS,
     *MESSAGE_ATTACKS,
 )
-"""Name and function of every attack."""
+"""Name of every attack, and the function that carries it out."""
 
 
 def rehearse(site: Site) -> Iterator[AttackRow]:
@@ -31,10 +31,10 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
     Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
 
     Yields:
-        A row for each attack. An attack that fails because of an error is reported with the verdict OPEN, because it
+        One row for each attack. An attack that fails because of an error is reported with the verdict OPEN, because it
         has not shown that the site is protected.
 
     Raises:

@@ -33,11 +33,11 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.trainer import Trainer
 
 BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-"""Placeholder for each type of the fields of a head."""
+"""Placeholder for each type of field in a head."""
 
 
 class AskedSite(Protocol):
-    """A site as the server sees it: public facts and replies."""
+    """A site as the server sees it: facts that are public, and replies."""
 
     site: Site
 
@@ -48,7 +48,7 @@ class AskedSite(Protocol):
 
     @property
     def figures(self) -> str:
-        """Metrics that the site's samples define."""
+        """The metrics that the site's samples define."""
         ...
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -61,10 +61,10 @@ class RogueServer:
 
     Args:
         sites: sites in the order of their numbers.
-        trainer: trainer of a site, which provides the formats of messages.
+        trainer: a site's trainer, which provides the formats of messages.
 
     Attributes:
-        sizes: numbers of samples of each site, as claimed by the server.
+        sizes: number of samples of each site, as claimed by the server.
         refused: messages of all refusals so far.
     """
 
@@ -97,12 +97,12 @@ class RogueServer:
         return self.write(down[0] + change * torch.ones_like(down[0]))
 
     def first_download(self) -> tuple[Any, Any]:
-        """Return the first download of a client in the run, and the server's initial state."""
+        """Return the first download that a client receives in the run, and the server's initial state."""
         job, server = self.trainer.job, self.trainer.node.server
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
-        """Return a download whose first field is replaced by a given row."""
+        """Return a download in which the first field is replaced by a given row."""
         down, server = self.first_download()
         return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
 
@@ -154,7 +154,7 @@ class RogueSession:
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        """Ask a site for a step of the session, and return its answer or None (see `RogueServer.ask`)."""
+        """Ask a site for one step of the session, and return its answer or None (see `RogueServer.ask`)."""
         return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
 
     def vector(
@@ -176,7 +176,7 @@ class RogueSession:
             self.has_counters = has_counters(terms, self.rogue.trainer)
 
     def count(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for the shares that open the counters of the sites whose vectors arrived."""
+        """Ask a site for the shares that open the counters of those sites whose vectors arrived."""
         sent_back = self.ask(
             c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors})
         )
@@ -203,8 +203,8 @@ class RogueSession:
 
         The shares of the counters are requested first.
 
-        With too few shares of the counters, the site is not asked for shares of the sum, because no site opens a sum
-        without them.
+        If there are too few shares of the counters, the site is not asked for shares of the sum, because no site opens
+        a sum without the counters.
         """
         listed = [*(survivors or self.vectors)]
         signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})
@@ -224,11 +224,11 @@ class RogueSession:
 
     @property
     def is_open(self) -> bool:
-        """True if enough shares arrived to remove the masks."""
+        """True if enough shares have arrived to remove the masks."""
         return len(self.told) >= self.session.threshold
 
     def total(self, terms: Terms) -> Integers:
-        """Return the sum of the vectors without masks."""
+        """Return the sum of the vectors without their masks."""
         bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
         secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong

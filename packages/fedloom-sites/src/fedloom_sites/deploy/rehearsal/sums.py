@@ -1,4 +1,4 @@
-"""Attacks on secure sums, in which a dishonest server tries to obtain a sum of one site, or mostly of one site."""
+"""Attacks on secure sums, in which a dishonest server tries to obtain a sum over one site, or mostly over one site."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Time in seconds after which a series of sums ends. It was chosen so that a person can wait for the end of a
-rehearsal."""
+"""Time in seconds after which a series of sums ends. The number was chosen so that a person can wait for a rehearsal to
+end."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
 def agreed_of(site: RehearsedSite) -> Secure:
-    """Return the agreed settings of secure sums.
+    """Return the settings of secure sums on which the sites agreed.
 
     Raises:
-        Inapplicable: secure sums are not agreed on.
+        Inapplicable: the agreement does not include secure sums.
     """
     if site.site.secure is None:
         raise Inapplicable(NOT_SUMS)
@@ -54,18 +54,18 @@ def play_session(
 ) -> tuple[RogueSession, Terms]:
     """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
-    The vector of the rehearsed site determines the length of the vectors of the other sites.
+    The vector of the rehearsed site determines how long the vectors of the other sites are.
 
     Args:
         site: the rehearsed site.
         rogue: the server.
         t: round.
-        download: model from which the sites start their training. None if only scores are requested.
+        download: model from which the sites start to train. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
-        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors really
-            arrived.
-        more: further fields of the terms.
+        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors have
+            actually arrived.
+        more: additional fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
     more |= {} if download is not None else {"scored": t, "common": True}
@@ -86,7 +86,7 @@ def play_session(
 
 
 def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
-    """Give the stand-ins' vectors the same length as a site's vector."""
+    """Make the stand-ins' vectors as long as the site's vector."""
     end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
         if isinstance(other, StandIn):
@@ -94,7 +94,7 @@ def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
 
 
 def confirm(session: RogueSession, survivors: Collection[int]) -> None:
-    """Ask some sites to sign that the sum covers only these sites."""
+    """Ask the given sites to sign that the sum covers only them."""
     listed = secure.join_parts(dict.fromkeys(sorted(survivors), b""))
     for c in survivors:
         signature = session.ask(c, "agree", listed) if c in session.vectors else None
@@ -103,7 +103,7 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Return a model in which each number is moved up by a few floating-point steps."""
+    """Return a model in which each number is increased by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
@@ -173,7 +173,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums (of uploads and of scores) in which this site has almost all of the weight."""
+    """Return the outcome of sums (of uploads and of scores) in which this site has nearly all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -203,7 +203,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of requesting the same model again in the next round, without this site."""
+    """Return the outcome if the same model is requested again in the next round, without this site."""
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
@@ -226,12 +226,12 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
 def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int]]) -> list[Row]:
     """Request sums of these sites' uploads, one after the other, on very similar models, and return the opened sums.
 
-    If the experiment runs out of rounds, the server restarts it on the same data.
+    If the experiment runs out of rounds, the server starts it again on the same data.
 
     Args:
         site: the rehearsed site.
         name: name of the folder with the site's memory.
-        cohorts: sites of each sum.
+        cohorts: sites in each sum.
 
     Returns:
         The opened sums.
@@ -250,7 +250,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of models that hardly change, with this site left out of every second round (R7)."""
+    """Return the outcome of models that hardly change, if this site is left out of every second round (R7)."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)
@@ -269,7 +269,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each leave out a different site, so that together they isolate this site."""
+    """Return the outcome of sums that each leave out one other site, so that together they isolate this site."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)

@@ -9,7 +9,7 @@ import numpy as np
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
 RESOLUTION_BITS = 36
-"""A number is sent as an integer multiple of 2^-36."""
+"""Each number is sent as an integer multiple of 2^-36."""
 MAX_NUMBER = 2.0**14
 """A number is clipped to the range -2^14..2^14. A change, which is the difference of two numbers, has twice this range.
 
@@ -20,7 +20,7 @@ The sum of 100 numbers or changes stays below 2^58 steps, so no sum wraps around
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
     """Convert numbers ``[D]`` to integer multiples of the resolution, and return how many were clipped.
 
-    Numbers outside the range are clipped to its limits.
+    Numbers outside the range are clipped to its ends.
 
     A NaN becomes zero and is counted as clipped, because an error would tell the server that a NaN occurred.
     """

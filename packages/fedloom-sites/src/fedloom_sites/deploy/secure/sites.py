@@ -1,4 +1,4 @@
-"""The sites of a run under secure aggregation, as the server uses them. The server receives only sums (see `sums`)."""
+"""A run's sites under secure aggregation, as the server uses them. The server receives only sums (see `sums`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites, and yield the sum of their uploads. The server never learns individual uploads.
+        """Train at the sites, and yield the sum of the sites' uploads. The server never learns any individual upload.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
@@ -114,7 +114,7 @@ class MaskedSites(Sites):
         yield make_result(job, request.ids, session.clients, parts, shares, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
-        """Log how many sites have answered a round without using their samples.
+        """Log how many sites answered a round without using their samples.
 
         Raises:
             RunStopped: too many sites answered without using their samples, so the sites do not open the sum.
@@ -145,7 +145,7 @@ class MaskedSites(Sites):
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """Return the round whose scores are summed in the training session, and the requests for these scores.
 
-        If a site does not train, or these scores were already requested, they are summed first in a separate session,
+        If a site does not train, or these scores were already requested, they are summed first, in a separate session,
         and the returned round is -1. If the uploads of this round were already requested, the request is repeated in
         the same form, with or without the scores.
         """
@@ -169,7 +169,7 @@ class MaskedSites(Sites):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Request the sums of all sites' scores, which `sums` then returns, and yield the sizes of the parts.
 
-        With summed scores, the server never learns the scores of individual clients.
+        If scores are summed, the server never learns the scores of individual clients.
         """
         if not self._tallies:
             yield from super().score(request)
@@ -197,10 +197,10 @@ class MaskedSites(Sites):
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all connected sites in a separate session.
 
-        If this fails, the run continues without the scores. After the last round, the run instead waits for the sites.
+        If this fails, the run continues without the scores. After the last round, however, the run waits for the sites.
 
         Raises:
-            RunStopped: after the last round, too few sites answered. The run continues when these sites are back.
+            RunStopped: after the last round, too few sites answered. The run continues once these sites have returned.
         """
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
@@ -231,7 +231,7 @@ class MaskedSites(Sites):
     def _terms(
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
-        """Build the terms of a session."""
+        """Build a session's terms."""
         first, link = next(iter(asks.values()), None), self._sessions.find_link(t - (download is not None)).hex()
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
         return Terms(
@@ -279,7 +279,7 @@ class MaskedSites(Sites):
     def _check_cohort(self, terms: Terms) -> Weights:
         """Check whether the sites would open a sum of this cohort, and return the cohort's weights.
 
-        If the check fails, a different cohort is drawn.
+        If the check fails, a new cohort is drawn.
 
         Raises:
             GivenUp: the sites would not open a sum of this cohort, but may open one of a different cohort.

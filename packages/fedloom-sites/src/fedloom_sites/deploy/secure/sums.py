@@ -1,8 +1,8 @@
 """The server's side of secure aggregation, from collecting the sites' keys to a plausible sum.
 
-A site that has provably violated the protocol is named, and excluded from sessions until the server is restarted. The
-server requests a round's uploads in a new session only if it has not yet requested any shares in the previous session.
-Once it has requested shares, the sum must cover exactly the sites for which it requested them, or the round is lost.
+A site that has provably violated the protocol is named, and excluded from sessions until the server restarts. The
+server requests a round's uploads in a new session only if it has not yet requested any shares in the previous one. Once
+shares were requested, the sum must cover exactly the sites for which they were requested, or the round is lost.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 MAX_ATTEMPTS = 3
-"""Maximum number of requests for a sum's shares before the server gives up."""
+"""Maximum number of requests for the shares of a sum before the server gives up."""
 
 Ask = Callable[[int, bytes], Request]
 """Function that maps a client and the other sites' sealed shares to the request for the client's vector."""
 
 
 Weights = Mapping[int, Sequence[float]]
-"""Every site's weights in the sums of a session (see `Terms.weights`)."""
+"""The weights of every site in the sums of a session (see `Terms.weights`)."""
 
 
 class Sum(NamedTuple):
     """Sum that results from a session.
 
     Attributes:
-        value: decoded sum. None if the sum stayed closed because of the counters.
-        clients: sites in the sum.
+        value: decoded sum. None if the sum stayed closed because of its counters.
+        clients: the sites in the sum.
         traffic: number of bytes per site, up and down.
         counts: sums of the sites' counters (see `counters`). None in a session without counters.
     """
@@ -66,7 +66,7 @@ class _Course(NamedTuple):
 
 
 class SecureSums:
-    """Sessions of secure aggregation in a run.
+    """All sessions of secure aggregation in a run.
 
     Args:
         transport: connection to the sites.
@@ -122,7 +122,7 @@ class SecureSums:
         return cohort
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Return the previously requested sum for one of these kinds and rounds, or None if there is none."""
+        """Return the sum that was already requested for one of these kinds and rounds, or None if there is none."""
         return self._unmasked.find_match(sums)
 
     def sum(
@@ -131,14 +131,14 @@ class SecureSums:
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
-        A sum that was requested before the server stopped is revealed now.
+        A sum that was requested before the server stopped is now revealed.
 
         Args:
             terms: terms that describe the request to the sites.
             weights: every site's weights in the sum (see `Terms.weights`).
-            request: function that creates the request for a client's vector. Its arguments include the other sites'
-                shares.
-            length: length of a vector.
+            request: function that creates the request for a client's vector. Its arguments include the shares of the
+                other sites.
+            length: number of values in a vector.
             read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
                 implausible.
             counted: True if the sites check the total of their counters before they open the sum of their vectors.
@@ -146,7 +146,7 @@ class SecureSums:
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
-            GivenUp: the sum was requested too often, or a vector is wrong.
+            GivenUp: the sum was requested too many times, or a vector is wrong.
         """
         pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is not None and pending.sums == terms.sums and len(pending.total) != length:
@@ -173,7 +173,10 @@ class SecureSums:
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
-        """Run all steps of a session except the last, and return the masked sum. Nothing is revealed at this point."""
+        """Run all steps of a session except the last, and return the masked sum.
+
+        Nothing has been revealed at this point.
+        """
         while True:
             cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._relay(terms, self._same_sites(terms, weights, cohort))
@@ -261,11 +264,11 @@ class SecureSums:
     ) -> bool:
         """Exclude sites that have provably violated the session, and return True if any site was excluded.
 
-        These sites stay excluded until the server is restarted.
+        These sites remain excluded until the server restarts.
 
         Args:
-            course: progress of the session.
-            session: session that all sites agree on.
+            course: the session's progress.
+            session: session on which all sites agree.
             accusations: signatures keyed by accusing and accused site.
             sealed: sealed shares keyed by sender and receiver.
         """
@@ -298,12 +301,12 @@ class SecureSums:
         return len(self._out) > before
 
     def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
-        """Return the sites that may be summed.
+        """Return the sites whose vectors may be summed.
 
-        If the same models were already summed in a different round, these are the sites in that sum.
+        If the same models were already summed in a different round, return the sites in that sum.
 
-        Sites reject any other set, unless it differs in so many sites that the difference of the two sums is itself a
-        sum of enough sites.
+        Sites reject any other set, unless it differs in so many sites that the difference between the two sums is
+        itself a sum over enough sites.
 
         Raises:
             RunStopped: sites in the earlier sum are missing.
@@ -350,7 +353,7 @@ class SecureSums:
         """Raise an error if the sites would not open a sum because a site that has left too often is missing from it.
 
         Raises:
-            RunStopped: the run has to wait for a site. The message contains the site's name.
+            RunStopped: the run cannot continue until a site returns. The message contains the site's name.
         """
         if self._is_noisy:
             return
@@ -362,7 +365,7 @@ class SecureSums:
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Store and log the sites in a sum before its shares are requested."""
+        """Store and log which sites are in a sum before its shares are requested."""
         if self._is_noisy:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
@@ -382,7 +385,7 @@ class SecureSums:
     def _counting(
         self, terms: Terms, weights: Weights, clients: Collection[int]
     ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
-        """Return the sites in a sum whose contribution is unknown, and their weights, as the sites compute them."""
+        """Return the sites in a sum whose contribution is unknown, and their weights, computed as at the sites."""
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
@@ -427,7 +430,9 @@ class SecureSums:
         )
 
     def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
-        """Open the counters of a masked sum. Return the sum with the counters' shares, and the counters' totals.
+        """Open the counters of a sum of masked vectors.
+
+        Return the sum with the shares of its counters, and the totals of the counters.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
@@ -458,7 +463,7 @@ class SecureSums:
         raise GivenUp(f"round {t}: no counters of the sum were obtained: {why}", pending.clients)
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
-        """Rebuild the session of a requested sum."""
+        """Rebuild the session of a sum that was requested."""
         name = secure.session_name(self._agreement, pending.round, pending.nonce, pending.link)
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
@@ -539,5 +544,5 @@ class SecureSums:
 
 
 def _signatures(pending: PendingSum) -> bytes:
-    """Encode the sites in a sum with their signatures, or with zeros for missing signatures."""
+    """Encode the sites in a sum, each with its signature, or with zeros if the signature is missing."""
     return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

@@ -33,21 +33,20 @@ SCORE_BITS, MAX_SCORE_TOTAL = 16, 2.0**40
 """Scores times numbers of samples are summed as multiples of 2^-16, each of at most 2^40. The sum of 100 sites is below
 2^63 steps."""
 RATIO_STEP = 2.0**-3
-"""Step to which the product of a score and the number of samples is rounded, for scores that are not means over
-samples.
+"""Step to which a score times its number of samples is rounded, for scores that are not means over samples.
 
 Such a score is a ratio of counts, or a root. With a finer step, a sum over few sites would determine the value of each
 site.
 """
 MEAN_SCORES = {"loss", "brier", "mae", "deviance"}
-"""Scores that are means over samples, so that their sums are sums over the samples of all sites."""
+"""Scores that are means over samples, so that their sums are sums over all sites' samples."""
 UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
-"""Scores that a model can make undefined at individual sites. They are never summed."""
+"""Scores that a model can make undefined at some sites. They are never summed."""
 SUMMED_MODELS = ("global", "personal")
 """Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
 its scores and of the global model's scores would be of the sites alone that use their personal model."""
 PROBE_DISTANCE = 2.0
-"""Amount by which the artificial outputs that probe a site's metrics are shifted toward one prediction. The outputs
+"""Amount by which artificial outputs, which probe a site's metrics, are shifted toward one prediction. The outputs
 themselves vary by less than 1."""
 
 
@@ -82,7 +81,7 @@ class UploadVector:
             before: rows that the sum currently contains for the site, as integers. None before the site's first upload.
             is_neutral: True for a neutral upload, with which the site keeps its state, so that no quantity that depends
                 on a state changes.
-            is_cut: True if the upload's norm was too large and has been reduced.
+            is_cut: True if the upload was scaled down because its norm was too large.
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
@@ -111,7 +110,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """Return a client's rows in the server's sum before its first upload, as integers for its ``mass``."""
+        """Return a client's rows in the server's sum before the client's first upload, as integers for its ``mass``."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -154,7 +153,7 @@ class UploadVector:
         return sums, work, clipped
 
     def _select_sent(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
-        """Return the transmitted coordinates of a field."""
+        """Return those coordinates of a field that are transmitted."""
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
         return numbers
@@ -189,14 +188,14 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
 
 
 def bits_before(job: Job, groups: Sequence[str]) -> int:
-    """Return the number of a site's bits for metrics and groups, which precede its bits for analyses."""
+    """Return the number of a site's bits for metrics and groups, which come before its bits for analyses."""
     return len(ScoreVector(job).figures) + len(groups)
 
 
 class ScoreVector:
     """Scores encoded as three integers each: value times samples, 1 if present, and number of samples if present.
 
-    All sums of scores use the same weights, which are the numbers of samples. A second sum with equal weights could
+    All sums of scores use the same weights, namely the numbers of samples. A second sum with equal weights could
     isolate a site: for sites with 100, 200 and 200 samples, the two means determine the score of the first site.
 
     Args:
@@ -215,10 +214,10 @@ class ScoreVector:
         return [part or "train" for _, part, _ in self._names]
 
     def definable(self, client: int) -> int:
-        """Return, as bits, which of the `figures` a site's samples define for any model's predictions.
+        """Return, as bits, which of the `figures` are defined by a site's samples for any model's predictions.
 
         Two artificial outputs are scored, one that predicts only the first class and one that predicts only the last
-        class: AUROC needs both classes, and the recall of a class needs a sample of this class. The precision of a
+        class: AUROC needs both classes, and the recall of a class needs a sample of that class. The precision of a
         class depends on the predictions, so samples alone never define it.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
@@ -247,7 +246,7 @@ class ScoreVector:
         Args:
             scores: values ``[1]``.
             sizes: numbers of training, validation and test samples.
-            summed: flag for each of the `figures`, True if the metric is summed.
+            summed: for each of the `figures`, True if the metric is summed.
             weighs: True if a model's scores that belong to no part of the data are summed as well. These scores are
                 weighted by training samples.
         """
@@ -267,10 +266,10 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> bool:  # fmt: skip
-        """Return whether a site has scores and all scores that are summed are finite and within the range of a sum.
+        """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are those of `encode`. If a model could make a score of single sites not finite, or a constant,
-        the sum would show the score of the other sites.
+        The arguments are those of `encode`. If a model could make a score constant, or not finite, at single sites, the
+        sum would reveal the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
         return bool(scores) and all(

@@ -22,8 +22,7 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.sites import Sites
 
 RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
-"""Suffix of the checkpoint file with an analysis's terms and sites, and pattern for the names of the files with its
-sums."""
+"""Suffix of the checkpoint file with an analysis's terms and sites, and pattern of the names of files with its sums."""
 
 
 class AnalysisEnd(NamedTuple):
@@ -34,11 +33,11 @@ class AnalysisEnd(NamedTuple):
 
 
 class AnalysisServer:
-    """The server's side of a single analysis.
+    """The server's part in a single analysis.
 
     Args:
         sites: sites of the run.
-        agreed: analysis that all sites have agreed on.
+        agreed: analysis on which all sites have agreed.
         folder: folder with the checkpoints.
         request: request for the models that the analysis reads. None if the analysis reads no models.
     """
@@ -53,10 +52,10 @@ class AnalysisServer:
         """Ask all questions, and return the result. The result is then sent to the sites.
 
         Raises:
-            RunStopped: sites are missing. The sums computed so far are kept.
+            RunStopped: sites are missing. Sums that have already been computed are kept.
             GivenUp: a sum cannot be revealed.
             DataError: the analysis has no result, or some sites cannot answer.
-            ConfigError: too few sites have enough subjects in the cells, or a site's vector is wrong.
+            ConfigError: too few sites have enough subjects in the cells, or a site's vector is invalid.
         """
         record = read_checked(self._record)
         if record is None:
@@ -93,7 +92,7 @@ class AnalysisServer:
         """Ask the sites a question, and return the sum, details of the sum, and the sites that were asked.
 
         Raises:
-            DataError: some sites cannot answer, and no other question would help.
+            DataError: some sites cannot answer, and asking a different question would not help.
         """
         name, place = self._agreed.name, len([*self._sums.glob(SUMS_PATTERN)])
         nothing = torch.zeros_like(bounds.low)
@@ -119,7 +118,7 @@ class AnalysisServer:
         return total, Info(len(got.clients), clipped, 0, rows), got.clients
 
     def _check_folder(self) -> None:
-        """Raise an error if the checkpoints contain steps in an earlier format.
+        """Raise an error if the checkpoints contain steps in an older format.
 
         Raises:
             ConfigError: the checkpoints contain steps in that format.

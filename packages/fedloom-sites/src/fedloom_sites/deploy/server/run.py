@@ -1,4 +1,4 @@
-"""Server of a deployment, which runs the same rounds as a simulation, with clients that are real sites."""
+"""Server of a deployment, which runs the same rounds as a simulation, but whose clients are real sites."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 STOP_PREFIX = "fedloom: stops: "
 """Beginning of the line that states why a run ended early."""
 STOP_FILE = "stop"
-"""File next to the server's audit log that requests the end of the run after the current round."""
+"""File, next to the server's audit log, that requests the end of the run after the current round."""
 STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
 FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
@@ -69,7 +69,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
 
     Args:
         grid: Flower's.
-        settings: settings of the server.
+        settings: the server's settings.
         say: function that prints a line.
 
     Returns:
@@ -99,7 +99,7 @@ def stop_file(settings: Server) -> Path:
 
 
 def finished(settings: Server) -> Stop | None:
-    """Return the reason for the end of a run that has written its results and cannot be resumed, otherwise None.
+    """Return the reason why a run has ended if its results are written and it cannot be resumed, otherwise None.
 
     A finished run no longer needs sites.
 
@@ -124,15 +124,15 @@ def check_deployable(
     """Raise an error for settings that only simulations support or, if ``masked``, that need individual uploads.
 
     Args:
-        experiment: experiment to deploy.
+        experiment: experiment to be deployed.
         masked: True for a run with secure aggregation.
         start: True if the agreement contains the digest of the file with the initial model.
-        clients: number of sites in the experiment. None if the number is not known yet.
+        clients: number of sites in the experiment. None if the number is still unknown.
         verify: True if every site opens the masked sums itself (see `check_maskable`).
 
     Raises:
         ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
-            contains the reason.
+            states the reason.
     """
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):
@@ -184,7 +184,7 @@ def check_deployable(
 def counts_samples(setting: Setting) -> str:
     """Return the reason why a run needs every site's numbers of samples.
 
-    Return "" if the run does not need these numbers.
+    Return "" if the run does not need to know these numbers.
     """
     plain = isinstance(setting.sampler, Uniform) and isinstance(
         setting.aggregation_weights, SharesWeigher | UniformWeigher
@@ -199,12 +199,12 @@ def counts_samples(setting: Setting) -> str:
 
 
 def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
-    """Return the number of finished rounds and the global model of the newest checkpoint, as a state dict.
+    """Return the number of finished rounds, and the global model of the newest checkpoint as a state dict.
 
     The model is None before the first round.
 
     Raises:
-        Refused: the run has no global model that is a complete model.
+        Refused: the run has no global model that is complete.
         CheckpointError: no checkpoint can be read.
         RunDirError: the checkpoints are from another experiment.
     """
@@ -243,7 +243,7 @@ class _Run(Hooks):
         self.scores_with_training = not (no_place or self._streams)
 
     def go(self) -> Stop:
-        """Start or resume the run, and return the reason for its end."""
+        """Start or resume the run, and return the reason why it ended."""
         self._audit.write("wait", release=__version__)
         try:
             if self.interrupted():
@@ -293,7 +293,7 @@ class _Run(Hooks):
         return end
 
     def _analyze(self, state: State) -> None:
-        """Compute the agreed analyses by sums. An analysis that gives no result is reported in a note.
+        """Compute the agreed sum-based analyses. An analysis without a result is reported in a note.
 
         Raises:
             RunStopped: sites are missing. Calling the method again continues the analyses.
@@ -318,9 +318,9 @@ class _Run(Hooks):
             self._audit.write("analysis", analysis=name, questions=len(end.log), rows=rows)
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Check that the next round stays within the budget, and record the round if the server adds the noise.
+        """Check that the next round stays within the budget and, if the server adds the noise, record the round.
 
-        Return the reason to stop if the budget is too small, otherwise None.
+        Return the reason to stop if the budget is too small, and None otherwise.
         """
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
@@ -386,7 +386,7 @@ class _Run(Hooks):
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
-        """Wait for the sites. The numbers of samples at the start of the run remain valid."""
+        """Wait for the sites. The numbers of samples known at the start of the run remain valid."""
         sizes = self._checkpoint_sizes()
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
@@ -396,7 +396,7 @@ class _Run(Hooks):
         self._transport.gather(by if sizes is None else "")
 
     def _checkpoint_sizes(self) -> Tensor | None:
-        """Return the sizes stored in the newest checkpoint, or None if there is no checkpoint."""
+        """Return the sizes stored in the newest checkpoint, or None if no checkpoint exists."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 

@@ -7,8 +7,8 @@ answered, or at the soft deadline if enough valid replies have arrived. Once the
 does not wait for a mute node (see `fedloom_sites.deploy.server.presence`). A greeting that is answered after its
 deadline is still accepted.
 
-Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or its timeout, checks only every three
-seconds, discards late replies, and assembles a reply of any length.
+Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or until its timeout, checks only every
+three seconds, discards late replies, and assembles replies of any length.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Transport:
 
     Args:
         grid: Flower's.
-        settings: settings of the server.
-        audit: log of every reply.
+        settings: the server's settings.
+        audit: log in which every reply is recorded.
         say: function that prints a line.
 
     Attributes:
         members: sites that may participate, keyed by client.
-        presence: record of the connected sites.
-        figures: metrics that the samples of every site define. Empty if scores are not summed.
+        presence: record of which sites are connected.
+        figures: metrics that are defined by every site's samples. Empty if scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -81,12 +81,12 @@ class Transport:
     def sizes(self) -> Tensor:
         """Number of training, validation and test samples of every site, ``[n, 3]``.
 
-        The numbers are 0 before the site's first answer.
+        Before the site's first answer, the numbers are 0.
         """
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
-        """Begin a run: from now on, its messages are recognized and the numbers of samples are fixed.
+        """Begin a run: from now on, its messages are recognized and its numbers of samples are fixed.
 
         Args:
             job: run.
@@ -97,11 +97,11 @@ class Transport:
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
-        """Greet nodes until all sites are connected, or until the patience runs out and the quorum is connected.
+        """Greet nodes until all sites are connected, or until the patience runs out while the quorum is connected.
 
         Args:
             everyone: description of the part of the run that needs every site's number of samples. Empty if the quorum
-                suffices.
+                is sufficient.
 
         Raises:
             RunStopped: too few sites are connected.
@@ -140,12 +140,12 @@ class Transport:
         self._audit.write(what, round=round, sites=sites, reason=reason)
 
     def step(self, round: int, staleness: Mapping[int, int]) -> None:
-        """Log the sites whose uploads a step of the server has used, and the staleness of each upload."""
+        """Log the sites whose uploads were used in a step of the server, and the staleness of each upload."""
         sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
         self._audit.write("step", round=round, staleness=sites)
 
     def greet(self) -> None:
-        """Ask unknown nodes for their identity, one request at a time per node, and forget nodes that have left."""
+        """Ask unknown nodes for their identity (one request at a time per node), and forget nodes that have left."""
         self._collect({}, {}, set())
         self.exchange(0, self._greetings(), 0, self._settings.deadline)
 
@@ -163,13 +163,12 @@ class Transport:
         Unanswered requests are repeated until ``need`` replies have arrived.
 
         A site that could not write to its disk receives the same request again, up to `MAX_REPEATS` times, even if
-        enough other sites have answered. A reply to a request that asks only for scores is not counted towards
-        ``need``.
+        enough other sites have answered. A reply to a request for scores only does not count towards ``need``.
 
         Args:
             round: round of the run.
             requests: by client.
-            need: number of replies below which the run stops.
+            need: minimum number of replies; with fewer replies, the run stops.
             wanted: clients that receive requests until the patience runs out, even if enough other clients have
                 answered.
         """
@@ -259,7 +258,7 @@ class Transport:
             )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
-        """Send requests, and return the open requests, keyed by message."""
+        """Send requests, and return those that are open, keyed by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
@@ -277,7 +276,7 @@ class Transport:
 
     @property
     def awaited(self) -> set[int]:
-        """Clients whose answer to a posted request is still expected."""
+        """Clients whose answers to a posted request have not yet arrived."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:
@@ -321,7 +320,7 @@ class Transport:
         time.sleep(POLL_SECONDS)
 
     def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
-        """Check the replies that have arrived, including late ones, and return how many there are.
+        """Check the replies that have arrived, including late ones, and return the number of replies.
 
         Late replies answer messages for which the server no longer waits.
         """
@@ -354,7 +353,7 @@ class Transport:
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """Return the facts about a message for the log.
+        """Return the facts about a message that are logged.
 
         The site may be known only from the node's earlier answers.
         """
@@ -365,7 +364,7 @@ class Transport:
     def _accept_or_reject(
         self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]
     ) -> None:
-        """Check one reply, and log the result."""
+        """Check a reply, and log the result."""
         id_ = reply.metadata.reply_to_message_id
         overdue, _ = self._overdue.pop(id_, (None, 0.0))
         pending = open_requests.pop(id_, overdue)

@@ -44,9 +44,9 @@ class Client:
     """One site.
 
     Args:
-        site: settings of the site.
-        fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
-            settings.
+        site: the site's settings.
+        fed: samples of the site, if they have already been read. None if the samples are read from the source in the
+            site's settings.
 
     Attributes:
         trainer: object that trains and scores models at the site.
@@ -88,17 +88,17 @@ class Client:
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
-        """Return the `reply` to a message, again as a message."""
+        """Return the `reply` to a message in the form of a message."""
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the signed reply to the content of a message from the server. A rejection contains the reason.
+        """Return the signed reply to the content of a message from the server. A rejection states the reason.
 
         If the site cannot write to its disk, the reply says so, and the server may send the same message again.
 
-        The reply contains the reason only if the reason reveals no value of a sample. Under differential privacy or
-        secure aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the
-        reason appears only in the site's log.
+        The reply contains the reason only if it reveals no value of a sample. Under differential privacy or secure
+        aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the reason
+        appears only in the site's log.
         """
         head: dict[str, Any] = {}
         secret, reason = False, ""
@@ -170,7 +170,7 @@ class Client:
         """Raise an error if a message is damaged, or comes from a different release or experiment.
 
         Raises:
-            ConfigError: the message does not match. The error contains the values on both sides.
+            ConfigError: the message differs from what the site expects. The error names the values on both sides.
         """
         head, site = envelope.head, self.site
         for what, got, here in (
@@ -214,7 +214,7 @@ class Client:
         """Raise an error if a round was not agreed on, or has already ended at this site.
 
         Raises:
-            Rewound: the round is wrong. The message contains both rounds.
+            Rewound: the round is wrong. The message names both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind in ("hello", "relay"):
@@ -236,7 +236,7 @@ class Client:
         """Report samples that have changed since the last message, or raise an error if changes are not allowed.
 
         Raises:
-            ConfigError: the samples have changed although the agreement does not allow it.
+            ConfigError: the samples have changed, although the agreement does not allow this.
         """
         before = self._memory.changed(self.trainer.samples)
         if before is None:

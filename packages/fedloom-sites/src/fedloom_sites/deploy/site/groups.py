@@ -1,4 +1,4 @@
-"""Groups of a site's test samples, whose scores the site publishes after the last round."""
+"""Groups of a site's test samples, for which the site publishes scores after the last round."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SiteGroups:
 
     @cached_property
     def members(self) -> Mapping[str, Tensor]:
-        """Test samples in each published group (see `GroupSums.members`)."""
+        """Test samples that belong to each published group (see `GroupSums.members`)."""
         trainer, client = self._trainer, int(self._trainer.ids)
         is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
         return self.sums.members(trainer.fed, client) if is_scored else {}
@@ -43,15 +43,15 @@ class SiteGroups:
     def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells | None:
         """Compute sums and metrics for the groups after the last round.
 
-        Return {} before the last round, or None after a failure.
+        Return {} before the last round, and None after a failure.
 
         Args:
             job: run from `Trainer.attach_local_data`.
-            models: messages from the server.
+            models: messages from the server that contain models.
             t: round.
             scores: scores on the site's parts of the data, which decide whether the hybrid model is the global or the
                 personal model.
-            common: True if the global model is scored.
+            common: True if the global model is also scored.
         """
         if t != self._trainer.rounds or not self.members or not scores:
             return {}
