@@ -353,7 +353,7 @@ def test_an_adapted_model_is_written_and_read_with_its_normalisation(
         models.save(tmp_path)
         with pytest.raises(LayoutError, match="not a file of exactly one model"):
             Model.load(tmp_path / f"{name}.safetensors", NORMALISED)
-    with pytest.raises(LayoutError, match=r"does not a file of exactly one model. It contains rows\.00000000"):
+    with pytest.raises(LayoutError, match=r"is not a file of exactly one model. It contains rows\.00000000"):
         fl.open_model(tmp_path / "personal.safetensors", nn.Linear(2, 2))
     with pytest.raises(LayoutError, match=r"a folder. Name a file in it that contains one model \(global.safetensors"):
         fl.open_model(tmp_path, NORMALISED)
