@@ -1,7 +1,6 @@
 """FIAELT: inexact ADMM for composite problems. Local solvers stop as soon as a relative criterion is met.
 
-Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so that g has only 1/n of the weight that it
-would have next to a mean.
+Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g has 1/n of its usual weight.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -22,17 +21,15 @@ iterations are run, and a warning is issued. Local SGD repeats its steps until (
 client's L.
 
 Variant: solver "released" follows the public code, which runs SVRG on f_i alone from the server's model, with a
-snapshot that is never refreshed. In this case, the dual, the penalty, the prox and (9) do not affect the models: the
-server's model is the mean of the x_i.
+snapshot that is never refreshed. The dual, the penalty, the prox and (9) then do not affect the models: the server's
+model is the mean of the x_i.
 
 Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times the mean number of steps in a round. This
-balances the penalty and the data. In this case, criterion (9) uses L = beta/5. Without a regularizer, a warning is
-issued.
+balances the penalty and the data. Criterion (9) then uses L = beta/5. Without a regularizer, a warning is issued.
 
 Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use this method for composite problems on a few clients that all participate. If clients differ much, tau = 1 is faster
-at first.
+Use this method for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
 """
 
 from __future__ import annotations
