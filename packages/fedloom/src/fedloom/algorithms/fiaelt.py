@@ -16,9 +16,8 @@ Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse 
 
 Deviations: criterion (9) contains the unknown minimizer. The condition that `fedloom.local.inexact` checks implies (9).
 If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta follows from
-L and most clients of a cohort use all of their iterations, L is measured again in a later round. If beta <= L, all
-iterations are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives each
-client's L.
+L and most clients of a cohort use all their iterations, L is measured again in a later round. If beta <= L, all
+iterations are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives every L.
 
 Variant: solver "released" follows the public code, which runs SVRG on f_i alone from the server's model, with a
 snapshot that is never refreshed. The dual, the penalty, the prox and (9) then do not affect the models: the server's
@@ -29,7 +28,7 @@ balances the penalty and the data. Criterion (9) then uses L = beta/5. Without a
 
 Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use this method for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
+Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
 """
 
 from __future__ import annotations
