@@ -326,7 +326,7 @@ class SessionMember:
         weights = _weights_by_sum(record)
         if weights is not None:
             bases = {str(c): record["bases"][str(c)] for c in clients}
-            self._opened.check_change(record["sums"], bases, weights)
+            self._opened.check_change(record["sums"], record["asked"], bases, record["question"], weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.
