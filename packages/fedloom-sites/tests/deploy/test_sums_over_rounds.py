@@ -460,7 +460,7 @@ def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkey
         PendingSums(here.server.checkpoints).keep(kept)
         assert sums.sum(terms, weights, cast(Any, None), length, lambda total, _: len(total)).value == length
     with pytest.raises(GivenUp, match="already summed for a different model"):  # the server went back, and lost a round
-        sums.sum(terms.with_(download="1" * 64), weights, cast(Any, None), 4, lambda total, _: len(total))
+        sums.sum(terms.with_(download="1" * 64), weights, cast(Any, None), 6, lambda total, _: len(total))
 
 
 def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
