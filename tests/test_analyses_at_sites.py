@@ -415,7 +415,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
         (1, MEANS, "asks 'spreads', got 'means'"), (2, SPREADS, "asks 'step', got 'spreads'"),
         (3, step, "has at most 3 steps, so there is no step 3"), (0, SPREADS, "asks 'means'"),
         (1, Question("spreads", {"centre": numbers(0, 0)}), "5 numbers, got 2"),
-        (1, Question("spreads", {"centre": numbers(0, 0, 0, 0, float("nan"))}), "not a question"),
+        (1, Question("spreads", {"centre": numbers(0, 0, 0, 0, float("nan"))}), "do not encode a question"),
         (2, replace(step, values={**step.values, "spread": numbers(1, 1, 0, 1, 1)}),
          "spreads of a question must be greater than 0"),
     ):  # fmt: skip

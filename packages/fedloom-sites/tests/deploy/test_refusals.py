@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
+from fedloom_sites.deploy.site import client as client_module
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.transport import node as node_module
@@ -72,6 +74,34 @@ def maskable() -> list[str]:
             continue
         names.append(name)
     return [name for name in names if name != "centralized"]
+
+
+def test_a_server_that_greets_a_growing_table_sees_few_of_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greeted after every new patient, a site would tell its class and its cells; in time the run goes on."""
+    rogue = Rogue(secured(tmp_path, "fedavg", **THREE))
+    site, day = rogue.sites[0], 1
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2026, 12, day, tzinfo=tz)
+
+    def greet(state: str) -> bool:
+        monkeypatch.setitem(site.trainer.__dict__, "samples", state)
+        return rogue.exchange(0, "hello")[0]["status"] == "ok"
+
+    monkeypatch.setattr(client_module, "datetime", Clock)
+    assert greet("start")
+    assert [greet(f"{k} more") for k in range(8)] == [True] * 4 + [False] * 4
+    assert greet("3 more"), "the table as it was"
+    day = 2
+    assert [greet("8 more"), greet("9 more"), greet("8 more")] == [True, False, True]
+    day = 1  # a clock that goes back
+    assert not greet("9 more")
+    day = 3
+    assert greet("9 more")
 
 
 class Draws:

@@ -113,7 +113,7 @@ def test_a_question_survives_the_way_over_bytes(numbers):
 def test_other_bytes_are_no_question(content, cut):
     whole = Question("histogram", {"ends": torch.arange(3.0)}).encode()
     for damaged in (content, whole[: len(whole) - 1 - cut], whole + b"\0"):
-        with pytest.raises(WireError, match="not a question"):
+        with pytest.raises(WireError, match="do not encode a question"):
             Question.decode(damaged, TOY.questions)
 
 
