@@ -468,22 +468,17 @@ def test_a_vector_out_of_range_costs_its_round_only(power: int, tmp_path: Path) 
 
 
 def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
-    """A site shortens an upload to the bound, in its direction; a counter shows how many have."""
-    start = secured(tmp_path / "start", "fedavg", rounds=1)
-    zero = start.clients()[0].trainer
-    first = zero.job.algorithm.global_model(zero.node.server)
-    assert first is not None
-    assert start.serve() is Stop.DONE
+    """A site whose upload is longer sends its neutral one; a counter shows how many have."""
     here = secured(tmp_path / "sites", "fedavg", rounds=1, agreed={"norm_bound": 1e-3})
-    assert here.serve() is Stop.DONE
+    assert here.serve() is Stop.TOO_FEW
     assert not here.audit("rejected")
-    [line] = here.audit("clipped uploads")
-    assert line["reason"] == "round 1: 5 of 5 uploads were clipped to the agreed bounds"
-    [sentence] = [w for w in here.summary()["warnings"] if line["reason"] in w]
-    assert sentence in lines(status_of(here.server))
-    moved, free = here.model().flatten() - first, start.model().flatten() - first
-    assert 0 < float(moved.norm()) <= 1e-3 * (1 + 1e-6)
-    assert float(torch.cosine_similarity(moved, free, 0)) > 0.9  # a mean of unit vectors in place of the mean
+    assert (
+        "5 of 5 sites with samples sent a neutral upload, because their upload was not finite, too long"
+        in (here.summary()["detail"])
+    )
+    raised = secured(tmp_path / "raised", "fedavg", rounds=1, agreed={"norm_bound": 1e3})
+    assert raised.serve() is Stop.DONE
+    assert not raised.audit("neutral uploads")
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
     assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.RESOLUTION_BITS))) is Stop.DONE
     [line] = here.audit("given up")
@@ -876,6 +871,8 @@ def test_what_needs_single_uploads_is_refused() -> None:
     assert "may draw a client twice" in refusal("fedavg", sampler={"kind": "size-weighted", "fraction": 1.0})
     assert not refusal("fedavg", aggregator=PRIVATE)
     assert "too little noise to be shared" in refusal("fedavg", aggregator={**PRIVATE, "sigma": 1e-7})
+    without = {"kind": "private-mean", "clip": 0.5, "sigma": 0.0}
+    assert "with sigma 0 has too little noise to be shared" in refusal("fedavg", aggregator=without)
 
 
 def test_the_threshold_is_a_majority() -> None:

@@ -61,9 +61,8 @@ def check_maskable(setting: Setting) -> None:
             f"sampler {setting.sampler.kind!r} may draw a client twice, so that a sum would consist "
             "mostly of its upload"
         )
-    elif (
-        isinstance(setting.aggregator, PrivateMean)
-        and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
+    elif isinstance(setting.aggregator, PrivateMean) and (
+        not setting.aggregator.sigma or released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
     ):
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     stored = {kind.keeps or kind.accumulates for kind in fields.values()}
