@@ -423,7 +423,7 @@ def test_a_site_answers_the_declared_questions_in_their_order_and_number(tmp_pat
             asked(client, question, place)
     with pytest.raises(PublicReason, match="different terms: sites, sizes or cells have changed"):
         asked(client, SPREADS, 1, sizes=((9, 9, 9),) * SITES)
-    with pytest.raises(PublicReason, match="reads no models"):
+    with pytest.raises(PublicReason, match="must contain no models of the run"):
         client.answers._analyses.answer(Terms(
             round=1, trains=False, sizes=((9, 9, 9),) * SITES, cohort=(*range(SITES),), accepted=(0,) * SITES,
             figures=(client.answers.figures,) * SITES, question=AnalysisStep.create("glm", 1, SPREADS.encode()),

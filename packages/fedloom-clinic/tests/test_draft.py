@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -445,3 +447,43 @@ def test_another_unit_at_a_site_is_proposed_in_a_comment(tmp_path: Path) -> None
     whole = opened.predict(path, "fedavg").scores
     here = slice(1800, 2200)
     np.testing.assert_array_equal(opened.predict(rows, "fedavg").scores, whole[here])
+
+
+def test_several_targets_are_drafted_as_labels(tmp_path: Path) -> None:
+    """Rows of the draft are those that some label and a site have, and a column equal to a label is out."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 3))
+    y = (x @ rng.normal(size=(3, 3)) > 0.2).astype(float)
+    y[rng.random((300, 3)) < 0.1] = np.nan
+    table = pd.DataFrame(x, columns=["age", "crp", "bmi"]).assign(sepsis=y[:, 0], stroke=y[:, 1], aki=y[:, 2])
+    table["code"] = np.where(rng.random(300) < 0.5, 3.0, 7.0) + 10 * (x @ [1, 1, 1] > 0)
+    table["code"] = table["code"].where(table.stroke.isna(), 10 * table.stroke + rng.random(300))
+    table["hospital"] = pd.Series(rng.choice(["A", "B", "C"], 300)).mask(rng.random(300) < 0.02)
+    table.to_csv(tmp_path / "t.csv", index=False)
+    targets = ["--target", "sepsis", "--target", "stroke", "--target", "aki"]
+    said = init(tmp_path / "t.csv", *targets, "--agree")
+    assert "'sepsis', 'stroke', 'aki', multilabel" in said
+    assert "column 'code': alone predicts the target almost perfectly" in said
+    made = tomllib.loads((tmp_path / "t.toml").read_text())
+    data = fl.load(tmp_path / "t.csv", **{key: value for key, value in made["data"].items() if key != "source"})
+    kept = (~np.isnan(y)).any(1) & table.hospital.notna()
+    assert (len(data), data.classes, data.task) == (int(kept.sum()), ("sepsis", "stroke", "aki"), "multilabel")
+    assert np.array_equal(data.y.numpy(), np.nan_to_num(y[kept], nan=-1))
+    assert tomllib.loads((tmp_path / "t.agreement.toml").read_text())["classes"] == ["sepsis", "stroke", "aki"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--target", "crp"], "--target crp contains .* Each of several targets is a label: 1"),
+        (["--target", "died"], "--target died is given twice"),
+        (["--target", "sick", "--event", "died"], "--event belongs to a single time"),
+        (["--target", "sick", "--client-column", "sick"], "'sick' cannot be both the target and the site"),
+    ],
+)
+def test_wrong_labels_of_a_draft_are_a_sentence(tmp_path: Path, words: list[str], sentence: str) -> None:
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"crp": rng.normal(size=60), "died": np.arange(60) % 2, "sick": np.arange(60) % 3 == 0})
+    table.astype({"sick": int}).to_csv(tmp_path / "t.csv", index=False)
+    said = init(tmp_path / "t.csv", "--target", "died", *words, code=2)
+    assert re.search(sentence, " ".join(said.split()))

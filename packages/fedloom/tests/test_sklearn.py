@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.sparse import csr_array
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
@@ -89,6 +90,21 @@ def test_a_regression_has_the_units_of_its_target() -> None:
     made = fl.sklearn.FederatedRegressor(rounds=40).fit(X, y, groups=SITES)
     assert made.score(X, y) > 0.95
     assert made.predict(X).mean() == pytest.approx(1e6, rel=0.01)
+
+
+def test_several_labels_of_a_row_are_predicted() -> None:
+    y = np.stack([X[:, 0] > 0, X[:, 1] > 5, SIGN * X[:, 0] > 0], 1)
+    made = fl.sklearn.FederatedClassifier("ditto", rounds=15, lr=1.0).fit(X, y, groups=SITES)
+    proba, found = made.predict_proba(X, groups=SITES), made.predict(X, groups=SITES)
+    assert (made.multilabel_, made.classes_.tolist(), found.dtype) == (True, [0, 1, 2], y.dtype)
+    assert (found == (proba >= 0.5)).all()
+    assert made.score(X, y, groups=SITES) == (found == y).all(1).mean() > 0.7
+    assert (made.fit(X, csr_array(y.astype(int)), groups=SITES).predict(X, groups=SITES) == found).all()
+    assert cross_val_score(made.set_params(clients=3, method="fedavg"), X, y[:, :2], cv=2).mean() > 0.7
+    with pytest.raises(DataError, match=r"y of shape \[180, 2\] must contain only 0 and 1, with one column per label"):
+        made.fit(X, np.stack([SIGN, SIGN], 1))
+    leaky = np.column_stack([X, y[:, 1]])
+    assert any("label 1" in note for note in made.fit(leaky, y).notes_)
 
 
 def test_it_works_with_the_tools_of_scikit_learn() -> None:

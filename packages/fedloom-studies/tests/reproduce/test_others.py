@@ -79,12 +79,12 @@ def test_the_hospitals_are_those_of_flamby(tmp_path: Path) -> None:
 def test_a_missing_file_names_all_files_and_the_command_that_fetches_them(tmp_path: Path) -> None:
     write_hospitals(tmp_path)
     (tmp_path / "processed.va.data").unlink()
-    with pytest.raises(DataError, match=r"processed\.va\.data not found together.*fedloom data heart --fetch"):
+    with pytest.raises(DataError, match=r"processed\.va\.data were not found together.*fedloom data heart --fetch"):
         sources.FlambyHeart().load(tmp_path)
     (tmp_path / "processed.va.data").write_text("<html>\n")
     with pytest.raises(DataError, match=r"processed\.va\.data is not a table of the UCI heart disease data"):
         sources.FlambyHeart().load(tmp_path)
-    with pytest.raises(DataError, match=r"brca\.csv, train_test_split\.csv or split\.csv not found.*owkin/FLamby"):
+    with pytest.raises(DataError, match=r"brca\.csv, train_test_split\.csv or split\.csv were not found.*owkin/FLamby"):
         sources.FlambyBrca().load(tmp_path)
 
 

@@ -17,10 +17,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.utils import check_random_state
+from sklearn.utils import Tags, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
@@ -128,13 +129,17 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         """
         names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
         features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
-        classes = more.get("classes", ())
-        target = ReadColumn(y.double().numpy().reshape(len(x), -1)[:, 0], classes)
+        classes, columns = more.get("classes", ()), y.double().numpy().reshape(len(x), -1).T
+        several = len(columns) > 1
+        kind = "classification" if classes else "regression"
+        outcome = {
+            f"label {k}" if several else "y": (ReadColumn(column, ("0", "1") if several else classes), kind)
+            for k, column in enumerate(columns)
+        }
         users = ReadColumn(more["users"].double().numpy(), more["user_names"]) if "users" in more else None
         numbered = [
             f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
         ]
-        outcome = {"y": (target, "classification" if classes else "regression")}
         design = more.get("design")
         return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
 
@@ -174,16 +179,23 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     Attributes:
         models_: the model of each client, keyed by group name. If the method trains a global model, it is stored under
             None.
-        classes_: names of the classes ``[C]``.
+        classes_: names of the classes ``[C]``, or numbers of the labels ``[k]``.
+        multilabel_: True if every row has several labels.
         notes_: notes about columns with possible problems, such as row numbers or copies of the target.
     """
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        return tags
 
     def fit(self, X: Any, y: Any, groups: ArrayLike | None = None, subjects: ArrayLike | None = None) -> Self:
         """Train the models of the federation.
 
         Args:
             X: array of numbers ``[N, p]`` without missing values.
-            y: classes ``[N]``, given as numbers or text.
+            y: classes ``[N]``, given as numbers or text, or several labels of each row ``[N, k]``, each of which is 1
+                if it is present and 0 if it is absent.
             groups: group that each row belongs to ``[N]``. The groups are the clients of the federation. If None, rows
                 are randomly assigned to `clients` groups.
             subjects: patient, or similar unit, that each row belongs to ``[N]``. All rows of a subject are assigned to
@@ -193,8 +205,19 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         Raises:
             ValueError: scikit-learn or the method rejects the arguments.
         """
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        shape = y.shape if issparse(y) else np.asarray(y).shape
+        several = len(shape) == 2 and shape[1] > 1
+        X, y = validate_data(self, X, y, dtype=np.float64, multi_output=several)
         check_classification_targets(y)
+        self.multilabel_ = several
+        if several:
+            y = y.toarray() if issparse(y) else y
+            if not np.isin(y, (0, 1)).all():
+                raise DataError(f"y of shape {[*y.shape]} must contain only 0 and 1, with one column per label")
+            self.classes_, self._label_type = np.arange(y.shape[1]), y.dtype
+            names = tuple(map(str, self.classes_))
+            self._fit(X, torch.tensor(y, dtype=torch.float32), "multilabel", groups, subjects, classes=names)
+            return self
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise DataError(f"y contains only one class, {str(self.classes_[0])!r}. A classifier needs at least two")
@@ -204,7 +227,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         return self
 
     def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return the predicted classes ``[N]``.
+        """Return the predicted classes ``[N]``, or 1 or 0 for each label ``[N, k]``.
 
         Args:
             X: array of numbers ``[N, p]``.
@@ -212,18 +235,25 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
                 by the model of its group. Rows of unknown groups, and all rows if no groups are given, are predicted by
                 the global model.
         """
-        best = self._scores(X, groups).argmax(1)
-        return np.asarray(self.classes_[best])
+        scores = self._scores(X, groups)
+        return (
+            (scores >= 0.5).astype(self._label_type)
+            if self.multilabel_
+            else np.asarray(self.classes_[scores.argmax(1)])
+        )
 
     def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
-        """Return predicted probabilities ``[N, C]``, with the classes in the order of ``classes_``.
+        """Return predicted probabilities of classes ``[N, C]``, in the order of ``classes_``, or of labels ``[N, k]``.
 
         The arguments are those of `predict`.
         """
         return self._scores(X, groups)
 
     def score(self, X: Any, y: Any, sample_weight: ArrayLike | None = None, groups: ArrayLike | None = None) -> float:
-        """Return the accuracy of the predictions. The groups are passed to `predict`."""
+        """Return the accuracy of the predictions. The groups are passed to `predict`.
+
+        If there are several labels, this is the fraction of rows in which all labels are predicted correctly.
+        """
         return float(accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 

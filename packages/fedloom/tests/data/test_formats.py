@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import lzma
 import os
 import zipfile
 from collections.abc import Callable
@@ -157,7 +159,7 @@ def test_sheets_are_chosen_by_name_or_number_and_rows_above_the_header_are_skipp
     for sheet in ("Visits", 2):
         data = fl.load(tmp_path / "t.xlsx", sheet=sheet, skip=3, **OPTIONS)
         assert torch.equal(data.y, expected.y)
-    with pytest.raises(DataError, match="contains 2 sheets, 'About', 'Visits'. Name one"):
+    with pytest.raises(DataError, match="contains 2 sheets: 'About', 'Visits'. Choose one"):
         fl.load(tmp_path / "t.xlsx", **OPTIONS)
     for wrong in ("Visit", 3, 0):
         with pytest.raises(ConfigError, match="sheet"):
@@ -275,3 +277,86 @@ def test_files_of_real_programs_have_the_cells_that_pyreadstat_reads() -> None:
                 assert cell is None if missing else cell == labels.get(value, value), f"{path.name}, {name}"
         compared.add(path.suffix)
     assert compared
+
+
+SAS_FILES = {
+    "labels.sas7bdat": (
+        "T>t<81poj4|NsC0{{R4NR-Ho5@k=<=F7xYNq(CgTXeM6mw83-#<b8vkm5(t|CFsgPc<eB?sCfyg=}N<AOxfUxmlM3T4sl?MRI4PgUyZD>s00"
+        "a;>eNgtOMMvGM;qlb5MPKLe5}t!seDRb^qT>OL7s*_e4i|ci#qK-+SR;hV7^ik*7h~c0sDCm+RvHmF)X<{>+(Tl`D$5c=rXD;?w>%)Mhf5<v"
+        "$&@#Eexd=36)!xd(WM^Xr-AIanS(MA8RW@se71OJG4Y+Q5alZ^~8xrlyxUeG#e0n^c<GN^DgA8P!I9~9U<r6WeK|2LACWOe8QwyzJjCKJ8uG"
+        "nXo28#2Y&;@$HK*4>jh|{_|htI0iR1`gG>E0{ZDw<Ig}mJY&ad+TPB!U?xki>w@=Z9=>L8*iX`hQbiC%*H;8yR2!T`6ko&hWQlh?Mupyl@cE"
+        "dJSW_qD$fR4iRl{Sn%aH#Q}x<W($sg<1wtU;X8!WtBiw`;($cmB+Hl}6$2L*kB(|D75vrx7r2*I_srI0dp~$M*<QIdou!M+0XYrzV{|BC8)A"
+        "DIA!CwMCX%PuZ|@(;9;tE{{iG7X>aJqOYex@V(yX{Z3#_EAi*S25QnC%)RIEh1}R4zEsPV7M_41QJ|eBX~79<ZJ(x?>46u~#neG@?ep*0qEu"
+        "_0()(G7fx%AFQD$HpLNwWyl^bFV6o(F{3m#ZGb>9G6%0n<dZ`A;-a|DFN8#Un>&WxxR4_TC3WEWE*kvIV3B9Y%vw&hBeK#5L<J{?6R9nEFNc"
+        ";vMEb^B~Gd~`;<0k`kPU4HV1TT`@gp?d+l*vnmwFfWtPeVe?JO&D!_1SYVbk9&cJv07VN^M{Sjc3}YFMXTTEF{!5`0_^KRL(+{sJB{h=x7`N"
+        "!M^%8wsxU;Sm4ODb>TraTsbFwj&^ajnZ^YP}*lDxIz%w#_*_;U3r>bwasobCV8=!?ixk4v6q^Z_UZDICUL7g?x_yH?4hd%7$R*%8w%d*^ViG"
+        "6z%;W{g+r~pKAMq_{`=xF~>oGaMikDgd<s!c`#9vL$#1PeKX79R1+izQM;K=MHj@FG+tSamqG)aOjrZ_^U=MBbkd&fe88E97Tm)6=32WgbPv"
+        "zRUX99W>Op;|wJC4HPSVVs~c#<h+j("
+    ),
+    "labels.sas7bcat": (
+        "T>t<81poj4|NsC0{{R4NR-Ho5{YwbcF7xYNq(CgTXeM6mw83-#<b8vkm5(t|CPbkPRd&48b3Z?K8Fp*@cJyJK$%GfD@vTTz;}+zy!ceuD_-3"
+        "d8;w;C=L_v&-2>gW@RYpipR=!RbOV6q-2NP2(UQy{cTdfe^JkAZQ-U-HnW?LG#qYi^UI#5)AH&G_!`Do#yfM=j#WZCHi=EW$8@VAm75ISS<^"
+        "iJx`Shz^c8xnwxaTj|mM~904-z-4t6w{sEUHy1R*6;kJ$4@#G?PjlL9h#TgZ7}CrvjOL>CgV@N&=Sm`UXPH4W33X>I4)K+${cm<*S-B2v(Q>"
+        "togEJrba{w}{qYxF%KX<?K2O33(+Y06d?X0eHa@s}!}B&YAruPW^|hTu#CfAKWrAH9B@mZJTNnoB9NNY&zsG@0N~FyewFc(Btm9QDLh7vj{+"
+        "_m3)y@Si7i<5iwtVGQ|L=3O8y}Zn-8jSZ7H!lAQ;Lpd@Tusu=IJ(MeaQm|K;GV0Pnxmg6I$(8)TL5!si?o&9Sqj?CBARE(M0icWd_|zMNfnn"
+        "^kWjZ!%nGM)^k<j+ewtFs?giR>d1uDDC0alMFYe9>TAz-D&+qUNE3SVZQ1$`?F(&>xwcvyP$o|1+d92zGq=}h9J>pXA1O(?9=vjcrrC3o7QR"
+        "lZv`Dk#S(lUvjw<rEUH=>Zj9IxA&fZx-p~R5L*aKW5bIi0Ag;*!gVpXk#{UDsxpTSf6k)X3cHI<b?Bi@9Jw8+n)n39jf535)cM}8E<|7LHF#"
+        "up@0)zOc6V5d7?I?Fu3Obaa9!T|17JQELoAQ~z*py5tAM`{S6=B=3cKQ6H7`Z(HLlwO6~T0OjjR_|2D!PBSno`RtGIi>^rDKYzRLdVMTfibP"
+        "Oft8p?bhSip0dfMNo3?>pc<3X8LoxE-Xo-9@HwFmsCM%7gq+BM$@(~q;q($7GL8H1Jp|WH$JxA%6u{H{#bmS`N+H~t~#zW>r)L1xxdiJj=rD"
+        "BR2`ysYky{T+&YQ0-eQYS)WLf_ojxa4~bDPjS}omox<x|zSB-(rv91aiZAtHlsl8}SqV?;_xt%q@;ng!L1gD2#0J1VgnIQmj2^&C^&kZ4Ig}"
+        "MYVEE|L6BH|GgoMz1Lg3l4#xpKv+>*>!|HX*AMLGGcb9i=E|s|iOz!|%Hra|=!I1$@Z<-Ho09$Tw&A<+ked4cZ)@CpSK!I$&$qSKnJ2(f4ma"
+        "`MioVv<Z~Oo4`+mU"
+    ),
+    "numbers.sas7bdat": (
+        "T>t<81poj4|NsC0{{R4NR-Ho5@k=<=F7xYNq(CgTXeM6mw83-#<b8vkm5(t|CFsgPc<eB?sCfyg=}N<AOxfUxmlM3T4sl?M+sr$zSUDTRd%N"
+        "u6(V`ltQ6OP{T`qEqc{v$AL5qfa-rM!^iPQ+x&8&!H$YsLeL}Iw+n*K0;r@F9oF?y4zEQh?rwity6DH}Hp=iIZntudtZaZ6^jCR!OlL59qx;"
+        "pU=3^bezzO(h@^O13+14V{W?phdQbTa`cXUj`TtE)_|ut+Ho$9<mq5_J(zql2i+Z$Ztpg_0lBaazm~Ru;yQ@q85lj=G+V0WL^K5sNpjAUf^i"
+        "ntY9)p{cm!hX!Jf<D+#<<=@%WC0lrqaE^%VOrr@&2T+rK_kHZGQgwg{zs@Z&|=KVYLvGiGdKoz+g$FZJ!D(Dm8@;+G~5P=dZryOmK;<{E4WL"
+        "7K!I}KU()1pfeK1?VwH91=Y^#3PR(`v*~ynJya{_&?;{lja-#XxlAa-$tAJw~X^<bY*m{(GD3?vpFxtA;dqyX1R3RYfl`0@pp0PxPLjzck0@"
+        "_vbH42BAuGR>ljh&TQlBBsBr&fE2umGFV<N3ydhw-7E{#CI#3A#a7rm;!eEY(X?wsEsxnXC|*5U@idZG0)y#l1a;y=^5I&U<gb>UidK5+4+y"
+        "-tNC^73$1o53JDdWsfppA8&{F7+_DL+r*~9hwAnA~WBQ34LpDxm<lIC=1m(E4D@1U#laTMX$oJH7`D|Dq!p8kl6S`f-6QDIm{J)||)(aF~J?"
+        "`b%iD(w&Hs?QV%^cwqCAeukZq}jBz7U6N9Tf;g8+oDX`Fv`^e!CzO;JS!{bkIS_{!#fy^OC#7&)K&p}Spj?6p6PqxZ*CB~cbxzn<BZJpC*fr"
+        "naeCSM9>x#UhgK!-6F~mtYzbWcvnH3GXXG;~2{*ms-eDB##xvFK4!5MRzG+R5hwn@t(?`B$o-7r$0NAj^FeTkztN0OA3I}O(bK-`ayXSnRHH"
+        "9MOtP_i56_4%lb*;^Twp<yt@z&8PlxGF{v=4V$<FftpS!-f*Jsx^WYM<o3&i;>3DcS$4h3G^"
+    ),
+    "codes.sas7bdat": (
+        "T>t<81poj4|NsC0{{R4NR-Ho5@k=<=F7xYNq(CgTXeM6mw83-#<b8vkm5(t|CFsgPc<eB?sCfyg=}N<AOxfUxmlM3T4sl?MOQiiEgT+bMKwX"
+        "7<?yh^@z=E&S1QFWJT7ACt6-z@SNHTQG;#%>62z;k;Hjv6a^@VSO9fv36>C`O4oWQ0@+@-831UUqO70axE!LeWcH({%E2&N(365s2ppgXT6_"
+        "V!54SAOsqU#|GpIbkfk75Q_x_YvTMSJG<6&}QKY3{crovV@~H0F8&x@s!@?mhe*>c%IF!jOzpcBZ@|5fq%7Dl}w4h(`VKU0G{2jwK2z#jU_h"
+        "9xIabLdHc@F%^-<CeN+n<{1x*+h62^6<uh{@(B(lC-m=8sb&~0dZ`!T$5<6DYu-2>i4xWmYUZ|rLn@5RQsx^Z47+)??SZ{&sa+l6i1faQ><A"
+        "*s&kpkzpV{3PjsD<&O4-^y5dvJFzfWJE<2sq-e-R=cz)wZ$Ik)1F_o=}Aql-kd*2eJf}GmYV!y>$ri40<gxSe;Sp5WYa5m(Fz7c=m1Z%ma%h"
+        "rP$ntZi+eBC&FYVrf;gLtf@IFE)SC-jD_6xDrL6YV0M=ZZ;8N+sEO<@;!%8VCJrvhf!9-zs}cmH!MGP1Dn`RutAp5j!jcl<rMd60pxqhft>s"
+        "0~P{-VD9)0f{H{l+3ZLSqyo3z^mBB{u?wVjXnHo!+SzUkuC?%A+BHmKCsoeMNgJAyFK*tm9<lW}@wTiv>lj9n8^v-YcJ$&5zZ0%iyXfWh#}y"
+        "c?OF+ujTRvUV=T%H3ehBdsA(RkBX|YC^%kh6fSDoONN48c{l2GAap_*z+f~?>qK*Gwx*b(TF4X<An{@w?P}y0fGagkcAPqG{8H5PuvVjYrs5"
+        "Wo25s(HQm2YvrKl(N^X%)`hdAcSW9H*J~cl@h`B<I#K1wO*90}R58qUH0sJ8%_(|K$4E1%O>FGShb(0J#{{6qrf@9qNYGrh-#!T|5<mGG1;O"
+        "r|@ng+rNaPe>fyTyc$Xvf|l_l?1}0blk)=>b3ai=pg4$VY`N1@arl16Z_~FOwOmR0%v^bOeb}AN(r|T0-7NIo<;$6WCvJDMuZx-^h>u+b;+="
+    ),
+}
+"""Files that SAS wrote, from the test data of pyreadstat (Apache 2.0), compressed: no library writes this format."""
+
+
+@pytest.fixture
+def sas(tmp_path: Path) -> Path:
+    for name, text in SAS_FILES.items():
+        (tmp_path / name).write_bytes(lzma.decompress(base64.b85decode(text)))
+    return tmp_path
+
+
+def test_a_table_of_sas_has_its_numbers_dates_labels_and_codes_of_missing_values(sas: Path) -> None:
+    options: dict[str, Any] = {"categorical": ["mychar"], "days_since": {"mydate": "1960-01-01"}, "impute": True}
+    data = fl.load(sas / "numbers.sas7bdat", target="mylabl", drop=["dtime", "mytime"], **options)
+    assert data.x[:, :2].tolist() == [[0, 1.1], [1, 1.2], [2, -1000.3], [3, -1.4], [4, 1000.3]]
+    days = [(date(*day) - date(1960, 1, 1)).days for day in ((2018, 5, 6), (1880, 5, 6), (1960, 1, 1), (1583, 1, 1))]
+    assert data.x[:4, 2].tolist() == days
+    codes = fl.load(sas / "codes.sas7bdat", target="var9", impute=True)
+    assert bool(codes.x.isnan().all())
+    assert "column 'var4': the file declares as missing X in 1 of its rows" in codes.notes
+    keys: dict[str, Any] = {"target": "SEXA", "categorical": ["SEXB"], "drop": ["ID"]}
+    assert fl.load(sas / "labels.sas7bdat", **keys).classes == ("1", "2")
+    named = fl.load(sas / "labels.sas7bdat", catalog=str(sas / "labels.sas7bcat"), **keys)
+    assert (named.classes, named.prepare.columns[0].names) == (("Female", "Male"), ("Female", "Male"))
+    assert named.y.tolist() == [1, 0, 1]
+    with pytest.raises(DataError, match="numbers.sas7bdat is not a readable SAS catalog"):
+        fl.load(sas / "labels.sas7bdat", catalog=str(sas / "numbers.sas7bdat"), **keys)
+    keys = {"target": "var9", "impute": True, "catalog": str(sas / "labels.sas7bcat")}
+    assert any("has formats $A, $B" in note for note in fl.load(sas / "codes.sas7bdat", **keys).notes)

@@ -143,7 +143,7 @@ def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
     (points,) = result.chart("loss", "validation").to_dict()["datasets"].values()
     assert {p["model"] for p in points} == {"global", "personal", "hybrid"}
     assert {p["round"] for p in points} == {0, 2, 4}
-    with pytest.raises(ConfigError, match="'auroc' on the part 'test' was not measured"):
+    with pytest.raises(ConfigError, match="'auroc' was not measured on the part 'test'"):
         result.chart("auroc")
     table = result.table()
     masked = table.filter(pc.match_substring(table["metric"], "/weighted"))  # as a run under secure sums has

@@ -139,7 +139,7 @@ REASONS = {
         "sends something smaller",
         "The server does not send a model that a mixture could replace.",
     ),
-    "sums": ("instead of models. Leave", "The clients send statistics, so there are no models to mix."),
+    "sums": ("instead of models. Omit", "The clients send statistics, so there are no models to mix."),
     "no model": (
         "asks clients about the global model",
         "The sampler asks clients about the global model, but the method has no global model.",
@@ -161,7 +161,7 @@ REASONS = {
 PARTS_OF_PRESETS = {"aggregation_weights": "weigher"}
 """Attributes of a composition that are not named as the choice of a run."""
 CURE = re.compile(
-    r"\. (Find|Keep|Leave|Set|Take|Use|Add|Give|Choose)\b"
+    r"\. (Find|Keep|Leave|Omit|Set|Take|Use|Add|Give|Choose)\b"
     r"|; (or|client_weights)\b|'flame' and 'fedslr'|'fedslr' and 'lpgd'"
 )
 """What an error names to be done."""

@@ -182,7 +182,7 @@ class Learned(torch.nn.Module):
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
         (
             {"loss": summed},
-            r"loss '.*summed' is a sum instead of a mean: .* on 32 samples, .*\. Return the mean over the batch",
+            r"loss '.*summed' is a sum instead of a mean: .*32 samples.*Make task.loss return the mean over the batch",
         ),
         ({"loss": not_a_number}, "loss '.*not_a_number' is nan on 32 samples with the initial model. The loss"),
         ({"loss": cut_off}, "has no gradient. Compute the loss from the outputs"),

@@ -313,7 +313,7 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
     found = fl.simulate("fedavg", fed, **SHORT)
     assert found.plot("accuracy").to_dict() == found.chart("accuracy").to_dict()
     with pytest.raises(
-        ConfigError, match=r"'accuracyy' on the part 'test' was not measured; did you mean 'accuracy'\?"
+        ConfigError, match=r"'accuracyy' was not measured on the part 'test'; did you mean 'accuracy'\?"
     ):
         found.plot("accuracyy")
     with pytest.raises(ConfigError, match="unknown part 'testing'; did you mean 'test'"):

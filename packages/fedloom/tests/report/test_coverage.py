@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scipy.special import expit, logit, stdtrit
 from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
 
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.by_patient import MIN_CLASS_SAMPLES, delong
@@ -42,6 +43,20 @@ def scores(area: float) -> Draw:
         target = (rng.random(len(subject)) < often[subject]).astype(float)
         noise = (rng.normal(size=subjects)[subject] + rng.normal(size=len(subject))) / math.sqrt(2)
         return made(subject, target, noise + math.sqrt(2) * norm.ppf(area) * target)
+
+    return draw
+
+
+def labels(area: float) -> Draw:
+    """Scores of two labels, each known in four of five samples, whose AUROC over subjects is ``area``."""
+
+    def draw(rng: np.random.Generator, subjects: int) -> Predicted:
+        subject = subjects_of(rng, subjects)
+        size = (len(subject), 2)
+        target = (rng.random(size) < rng.choice([0.2, 0.8], (subjects, 2))[subject]).astype(float)
+        noise = (rng.normal(size=(subjects, 2))[subject] + rng.normal(size=size)) / math.sqrt(2)
+        score = noise + math.sqrt(2) * norm.ppf(area) * target
+        return made(subject, np.where(rng.random(size) < 0.2, np.nan, target), score)
 
     return draw
 
@@ -85,12 +100,13 @@ FIGURES: dict[str, tuple[str, Draw, Callable[[], float]]] = {
     "AUROC 0.5": ("auroc", scores(0.5), lambda: 0.5),
     "AUROC 0.7": ("auroc", scores(0.7), lambda: 0.7),
     "AUROC 0.9": ("auroc", scores(0.9), lambda: 0.9),
+    "AUROC of labels 0.7": ("macro_auroc", labels(0.7), lambda: 0.7),
     "accuracy 0.8": ("accuracy", right(0.8), lambda: 0.8),
     "concordance": ("c_index", times, true_concordance),
 }
 
 
-SHARE_METRICS = ("auroc", "accuracy", "c_index")
+SHARE_METRICS = ("auroc", "macro_auroc", "accuracy", "c_index")
 """Metrics from 0 to 1, whose intervals are computed on the logit scale."""
 
 
@@ -151,12 +167,28 @@ ERROR = math.sqrt(0.05 * 0.95 / SETS)
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_intervals_by_subject_cover(figure: str) -> None:
-    sets = SETS if figure != "concordance" else SETS // 2
+    sets = SETS if figure not in ("concordance", "AUROC of labels 0.7") else SETS // 2
     assert coverage(figure, 100, sets) >= 0.95 - 3.3 * ERROR * math.sqrt(SETS / sets)
 
 
 def test_intervals_by_row_do_not_cover_where_rows_of_a_subject_are_alike() -> None:
     assert coverage("accuracy 0.8", 100, SETS, known=False) < 0.95 - 3.3 * ERROR
+
+
+def test_the_area_of_weighted_labels_is_that_of_scikit_learn() -> None:
+    """With equal scores, unknown labels, and a label that all samples of some resamples have."""
+    rng = np.random.default_rng(5)
+    samples = labels(0.7)(rng, 30)
+    samples = samples._replace(prediction=samples.prediction.round(1))
+    weight = rng.integers(0, 3, (20, len(samples.target))).astype(float)
+    weight[0, samples.target[:, 1] == 0] = 0
+    for w, value in zip(weight, weighted_metric("macro_auroc", weight, samples), strict=True):
+        areas = []
+        for y, z in zip(samples.target.T, samples.prediction.T, strict=True):
+            some = ~np.isnan(y) & (w > 0)
+            if len({*y[some].tolist()}) == 2:
+                areas.append(roc_auc_score(y[some], z[some], sample_weight=w[some]))
+        assert value == pytest.approx(np.mean(areas))
 
 
 def test_a_subject_of_one_row_changes_no_interval() -> None:
@@ -178,7 +210,7 @@ def test_copies_of_every_row_widen_no_interval_and_narrow_none() -> None:
     for metric, draw, _ in FIGURES.values():
         one = draw(rng, 80)
         one = one._replace(subject=np.arange(len(one.target)))
-        three = Predicted(*(None if values is None else np.repeat(values, 3) for values in one))
+        three = Predicted(*(None if values is None else np.repeat(values, 3, axis=0) for values in one))
         np.testing.assert_allclose(estimate_interval(metric, three), estimate_interval(metric, one), rtol=0.01)
 
 

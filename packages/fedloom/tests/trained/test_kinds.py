@@ -279,7 +279,7 @@ def test_models_in_hand_take_rows_in_the_units_of_their_table(factors: dict[str,
     assert not units(want.models.model("personal", "west"), None)
     assert "age by 0.5" in units(saved, None)
     if "dose" in factors:
-        with pytest.raises(DataError, match="no column 'site', so no factor by client is applied. Give that column"):
+        with pytest.raises(DataError, match="no column 'site', so no factor by client is applied. Rename that column"):
             saved.predict(new["other"].drop(columns="site"))
 
 

@@ -10,12 +10,18 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.metrics import f1_score, roc_auc_score
+from sklearn.utils.class_weight import compute_class_weight
+from torch.nn.functional import binary_cross_entropy_with_logits
 from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError
 from fedloom.lab.cli import app
+from fedloom.local import LocalSGD, Work
+from fedloom.local.oracles import make_oracle
+from fedloom.models import MLP
+from fedloom.tasks import Objective, task_of
 from fedloom.tasks.sums import metrics_of, sums_of
 
 NAMES = ["sepsis", "stroke", "aki"]
@@ -90,7 +96,11 @@ def test_wrong_labels_are_a_sentence(make: Any, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ({"task": {"class_weights": "balanced"}}, "class_weights needs classes"),
+        ({"task": {"class_weights": [1.0, 2.0]}}, "contains 2 numbers for 3 classes"),
+        (
+            {"task": {"class_weights": "balanced", "loss": torch.nn.functional.binary_cross_entropy_with_logits}},
+            "weight the labels in the loss, as torch.nn.BCEWithLogitsLoss",
+        ),
         ({"task": {"metrics": ["accuracy"]}}, "'accuracy' is not defined for a multilabel"),
         ({"task": {"calibrate": True}}, "calibrate works only for binary tasks"),
         ({"attack": {"kind": "backdoor", "target": 0}}, "a backdoor needs numeric samples with one class each"),
@@ -101,6 +111,39 @@ def test_choices_that_need_classes_are_refused(more: dict[str, Any], sentence: s
     fed = fl.partitions.iid(clients=3)(fl.Dataset.create(frame(), NAMES, task="multilabel"), seed=0)
     with pytest.raises(ConfigError, match=sentence):
         fl.simulate("fedavg", fed, "softmax", rounds=1, **more)
+
+
+@pytest.mark.parametrize("engine", ["compiled", "vmap", "loop"])
+@pytest.mark.parametrize("weights", ["balanced", [2.0, 0.0, 5.0], {"aki": 3.0}])
+def test_weighted_labels_give_the_gradient_of_the_loss_with_pos_weight(engine: str, weights: Any) -> None:
+    """Every label is weighted separately, and unknown labels have no weight. Batches are short at some clients."""
+    x, rng = frame()[list("abcd")].to_numpy(), np.random.default_rng(2)
+    y = np.where(rng.random((240, 3)) < 0.2, -1, frame()[NAMES].to_numpy())
+    y[:40, 1] = np.where(y[:40, 1] < 0, -1, 1)  # the first client has the label in all rows
+    data = fl.Dataset.create(x, y, task="multilabel", classes=NAMES, clients=np.repeat([0, 1, 2], [40, 77, 123]))
+    fed = fl.partitions.natural(test=0.0)(data, seed=0).to(dtype=torch.float64)
+    oracle = make_oracle(
+        MLP(hidden=(5,)).build((4,), 3, seed=1), task_of(data, Objective(class_weights=weights)), fed, engine
+    )
+    work = Work(oracle, torch.arange(3), torch.full((3, 1), 1 / 3), LocalSGD(batch_size="full"), seed=0)
+    rows = oracle.layout.vector(oracle.module).double().expand(3, -1).contiguous()
+    found, losses = work.full_grad(rows), work.loss(rows)
+    for i in range(3):
+        index = fed.indices("train", i)
+        target, w = fed.targets(index).double(), torch.ones(2, 3, dtype=torch.float64)
+        for k, name in enumerate(NAMES):
+            known = target[target[:, k] >= 0, k].numpy()
+            if weights == "balanced":
+                classes = np.unique(known).astype(int)
+                w[classes, k] = torch.from_numpy(compute_class_weight("balanced", classes=classes, y=known))
+            else:
+                w[1, k] = weights[k] if isinstance(weights, list) else weights.get(name, 1.0)
+        leaf = rows[i].clone().requires_grad_()
+        z = torch.func.functional_call(oracle.module, oracle.layout.tree(leaf), (fed.fetch(index),))
+        each = binary_cross_entropy_with_logits(z, target.clamp(min=0), reduction="none")
+        loss = (each * torch.where(target > 0, w[1], w[0]) * (target >= 0)).mean()
+        torch.testing.assert_close(losses[i, 0], loss.detach())
+        torch.testing.assert_close(found[i], torch.autograd.grad(loss, leaf)[0])
 
 
 def test_unknown_labels_count_in_no_loss_and_no_metric(tmp_path: Path) -> None:
@@ -170,6 +213,7 @@ def test_a_run_its_predictions_and_its_exports_agree(tmp_path: Path, monkeypatch
         'rounds = 6\nseeds = [0]\nmodel = { kind = "mlp", hidden = [8] }\n[local]\nlr = 0.5\n[data]\nsource = "t.csv"\n'
         f'task = "multilabel"\ntarget = {NAMES}\nclient_column = "site"\n[partition]\nkind = "natural"\n[task]\n'
         'metrics = ["label_auroc", "exact_match"]\n[[method]]\nalgorithm = "fedavg"\n[[method]]\nalgorithm = "ditto"\n'
+        '[[method]]\nalgorithm = "local"\n'
         '[[analysis]]\nkind = "predictions"\n[[analysis]]\nkind = "groups"\nby = ["site"]\n'
     )
 
@@ -179,6 +223,16 @@ def test_a_run_its_predictions_and_its_exports_agree(tmp_path: Path, monkeypatch
         return done.output
 
     assert "AUROC, mean over labels" in run("run", "labels.toml", "--out", "out")
+    gains = pd.read_csv("out/report/sites-by-patient.csv").set_index("site")
+    stored = pd.read_parquet("out/predictions.parquet")
+    chosen = pd.read_csv("out/report/sites.csv").iloc[0]
+    models = {"alone": ("local", "personal"), "together": (chosen.together_method, chosen.together_model)}
+    for side, (method, model) in models.items():
+        some = stored[(stored.method == method) & (stored.model == model)]
+        areas = [roc_auc_score(some[f"target {k}"], some[f"prediction {k}"]) for k in range(3)]
+        assert gains.loc["All", side] == pytest.approx(np.mean(areas))
+    assert set(gains.metric) == {"macro_auroc"}
+    assert (gains.half > 0).all()
     said = run("evaluate", "out", "--data", "t.csv", "--method", "fedavg")
     for name in NAMES:
         assert f"label_auroc[{name}]" in "".join(said.split())

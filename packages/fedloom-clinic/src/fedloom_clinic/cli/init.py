@@ -27,7 +27,10 @@ def init(
         str | None,
         typer.Option(help="column that identifies the client of a row, such as a hospital. Use '' if there is none"),
     ] = None,
-    target: Annotated[str | None, typer.Option(help="column to predict")] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="column to predict. For a multilabel task, repeat the option with the column of each label"),
+    ] = None,
     event: Annotated[
         str | None,
         typer.Option(

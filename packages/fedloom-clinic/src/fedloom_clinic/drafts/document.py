@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class ColumnRoles(NamedTuple):
     Attributes:
         survey: survey of the table.
         task: task that follows from the target.
-        target: column to predict. If None, the draft asks the user for the target.
+        target: column to predict, or the first label. If None, the draft asks the user for the target.
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.
@@ -43,6 +44,7 @@ class ColumnRoles(NamedTuple):
         questions: questions that users must answer before the draft can be run.
         subject: column that names the subject of each row.
         order: column of dates that may define the order of rows. The draft only proposes this order.
+        labels: label columns of a multilabel task.
     """
 
     survey: Survey
@@ -60,6 +62,7 @@ class ColumnRoles(NamedTuple):
     questions: list[str]
     subject: ColumnProfile | None = None
     order: ColumnProfile | None = None
+    labels: Sequence[ColumnProfile] = ()
 
 
 def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = None) -> str:
@@ -70,14 +73,13 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
         place: path of the file.
         agreement: document that states the meaning of the columns. If None, the meaning is inferred from the table.
     """
-    numeric = roles.task not in CLASS_TASKS
     if roles.site is not None:
         partition: dict[str, Any] = {"kind": "natural", "min_size": MIN_SITE_ROWS}
         why = f"a client per {_bare(roles.site.name)}, unless it has fewer rows"
     else:
-        partition = {"kind": "iid" if numeric else "dirichlet", "clients": roles.clients}
+        partition = {"kind": "iid" if roles.task not in CLASS_TASKS else "dirichlet", "clients": roles.clients}
         why = "no column names a site, so rows are assigned to clients at random" + (
-            "" if numeric else ", classes unevenly"
+            "" if partition["kind"] == "iid" else ", classes unevenly"
         )
     local: dict[str, Any] = {"lr": _step(roles), "batch_size": 32, "epochs": 1}
     notes, horizon = {"lr": "'fedloom tune' finds a better one"}, ""
@@ -117,7 +119,7 @@ def _step(roles: ColumnRoles) -> float:
     survival task is proportional to the fraction of events.
     """
     events = 1.0 if roles.event is None else float(np.nanmean(roles.event.values))
-    return 0.1 if roles.task in CLASS_TASKS else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
+    return 0.1 if roles.task in (*CLASS_TASKS, "multilabel") else rounded(min(0.05, 0.5 / (roles.width + 1)) / events)
 
 
 def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     data: dict[str, Any] = {"source": str(survey.path)}
     data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
     if roles.target is not None:
-        data |= {"target": roles.target.name}
+        data |= {"target": [label.name for label in roles.labels] or roles.target.name}
         data |= {"task": roles.task} if roles.event is None else {"event": roles.event.name}
     data |= {"client_column": roles.site.name} if roles.site else {}
     data |= {"subject": roles.subject.name} if roles.subject else {}
@@ -137,6 +139,8 @@ def _data(roles: ColumnRoles, agreement: Path | None) -> dict[str, Any]:
     whole = [column for column in (roles.site, roles.subject) if column is not None]
     if (roles.target is not None and roles.target.missing) or any(len(c.present) < survey.rows for c in whole):
         data["unlabelled"] = "drop"
+    if any(label.missing for label in roles.labels):
+        data["unlabelled"] = "keep"
     if roles.task == "regression" and roles.target is not None:
         data |= {"centre": rounded(float(np.nanmean(roles.target.values)))}
         data |= {"unit": rounded(float(np.nanstd(roles.target.values))) or 1.0}

@@ -50,7 +50,7 @@ class Draft:
     Args:
         survey: survey of the table.
         by: column that names the site of each row. If None, the column is detected. If empty, no column names the site.
-        target: column to predict. If None, the column is detected.
+        target: column to predict, or the 0/1 columns of several labels. If None, the column is detected.
         event: column that is 1 for an event, if the target is the time to an event. If None, the column is detected. If
             empty, there is no column of events.
         subject: column that names the subject of each row, if a subject may have several rows. If None, the column is
@@ -65,8 +65,10 @@ class Draft:
     """
 
     def __init__(
-        self, survey: Survey, by: str | None, target: str | None, event: str | None = None, subject: str | None = None
-    ) -> None:
+        self, survey: Survey, by: str | None, target: str | Sequence[str] | None, event: str | None = None,
+        subject: str | None = None,
+    ) -> None:  # fmt: skip
+        targets = [target] if isinstance(target, str) else [*(target or ())]
         self._survey, self._drop = survey, dict[str, str]()
         self._rows: dict[str, NDArray[np.bool_]] = {}
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
@@ -74,7 +76,7 @@ class Draft:
         if first := [name for name in survey.names if is_number(name)]:
             self.report.append(f"header: {_list(first)}: is this a row of data? Then put a row of names above it")
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
-        if by is not None and by == target:
+        if by is not None and by in targets:
             raise ConfigError(
                 f"{survey.path}: {by!r} cannot be both the target and the site. Name two different columns"
             )
@@ -82,10 +84,15 @@ class Draft:
             rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
             raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
-        outcome = outcomes.outcome(survey, target, event)
+        several = outcomes.labels(survey, targets, event) if len(targets) > 1 else ()
+        given = targets[0] if targets else None
+        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, given, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
-        if outcome.target is not None:
-            self._take_target(outcome.target, target is not None, outcome.alternatives)
+        self._labels = several
+        if several:
+            self._take_labels()
+        elif outcome.target is not None:
+            self._take_target(outcome.target, given is not None, outcome.alternatives)
         else:
             self.questions.append(outcome.question)
             self.report.append(f"target: not clear: {outcome.question}")
@@ -168,6 +175,17 @@ class Draft:
                 "another column by --target, or delete this question"
             )
 
+    def _take_labels(self) -> None:
+        """Report the labels of a multilabel task."""
+        self._task = "multilabel"
+        self.report.append(f"target: {_list(column.name for column in self._labels)}, multilabel")
+        for label in self._labels:
+            self._say(label, f"1 if the label is present: {int(np.nansum(label.values))} of {len(label.present)} rows")
+            if label.missing:
+                self._say(
+                    label, f"unknown in {label.missing} of {self._survey.rows} rows, which train the other labels"
+                )
+
     def _ask_about_classes(self, target: ColumnProfile, classes: Mapping[str, int]) -> None:
         """Add a question about classes that may stand for missing cells or for a row of totals."""
         if target.kind != "number" or len(classes) < 3:
@@ -195,8 +213,8 @@ class Draft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """Target and event, if they are known. Missing columns are omitted."""
-        return [column for column in (self._target, self._event) if column is not None]
+        """Target or labels, and event, if they are known. Missing columns are omitted."""
+        return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
         """Choose the column that names the subject of a row. A column that names sites is not chosen."""
@@ -239,7 +257,8 @@ class Draft:
         sure, doubtful = survey.sites([column.name for column in self._outcome])
         has_target = np.ones(survey.rows, bool)
         if target is not None:
-            has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
+            known = [(column.cells != "") & ~np.isin(column.cells.astype(str), column.odd) for column in self._outcome]
+            has_target = np.any(known, 0) if self._labels else known[0]
 
         subject = self._subject
         if subject is not None:
@@ -257,7 +276,7 @@ class Draft:
             return [name for name in names if (sizes(survey.columns[name])[1] >= MIN_SITE_ROWS).sum() >= 2]
 
         self._site = survey.column(option, "--client-column") if option else None
-        if self._site is not None and self._site is target:
+        if self._site is not None and any(self._site is column for column in self._labels or (target,)):
             raise ConfigError(f"{survey.path}: {option!r} would be the target. Name a different column with --target")
         if option is None and len(sure := split(sure)) > 1:
             question = f"which column names the site of a row? It may be {_list(sure)}"
@@ -293,14 +312,14 @@ class Draft:
         if (small := keep & (counts < MAX_FEW_LEVELS)).any():
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
             self._say(site, f"sites with fewer than {MAX_FEW_LEVELS} {what}: {few}. Their results are uncertain")
-        if self._classes is not None:
-            target = self._classes
-            here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
-            if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
-                self._say(site, f"sites with only one class: {_list(lone)}")
         self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
-        if self._classes is not None:
-            self._say_events(self._classes)
+        classes = [*self._labels] or [column for column in (self._classes,) if column is not None]
+        for column in classes:
+            if lone := [n for n, here in self._rows.items() if len({*column.cells[here]} - {""}) == 1]:
+                where = f" of {column.name!r}" if self._labels else ""
+                self._say(site, f"sites with only one class{where}: {_list(lone)}")
+        for column in classes:
+            self._say_events(column)
         self._report_gaps(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
@@ -323,7 +342,7 @@ class Draft:
 
     def _take_features(self, alternatives: Sequence[str]) -> None:
         survey = self._survey
-        roles = (self._target, self._event, self._site, self._subject)
+        roles = (*self._outcome, self._site, self._subject)
         candidates = [c for c in survey.columns.values() if not any(c is role for role in roles)]
         twins = dict(survey.twins([c.name for c in candidates if c.kind != "empty"]))
         self._shifts = dict[str, dict[str, by_site.Shift]]()
@@ -421,7 +440,7 @@ class Draft:
 
     def _kind_of(self, column: ColumnProfile) -> str:
         """Return "classification" if the column contains the classes of the outcome, else "regression"."""
-        return "classification" if column is self._classes else "regression"
+        return "classification" if self._labels or column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:
         """Report the levels of a column that may mean missing."""
@@ -446,7 +465,7 @@ class Draft:
         columns = tuple(c.with_(range=r) for c, r in zip(data.prepare.columns, ranges, strict=True))
         table = data.prepare.with_(columns=columns, missing=tuple(self._odd), impute=True)
         event = None if self._event is None else self._event.name
-        target = None if self._target is None else self._target.name
+        target = None if self._target is None or self._labels else self._target.name
         subject = self._subject
         agreed = Agreement.create(table, data.task, data.classes, target, data.centre, data.unit, event)
         agreed = agreed if subject is None else agreed.with_(subject=subject.name)
@@ -457,6 +476,7 @@ class Draft:
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
             self._impute, self._shifts, self._clients, self._width, self.questions, self._subject, self._order,
+            self._labels,
         )  # fmt: skip
         return experiment_file(roles, place, agreement)
 

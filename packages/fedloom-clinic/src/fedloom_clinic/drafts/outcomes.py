@@ -224,6 +224,28 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
     return _chosen(survey, times if event is None else [], events if event is None else [])
 
 
+def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[ColumnProfile, ...]:
+    """Return the columns of a multilabel task that the user requested.
+
+    Raises:
+        ConfigError: a column does not exist, is named twice, or contains other values than 0 and 1, or there is an
+            event.
+    """
+    if event:
+        raise ConfigError(f"{survey.path}: --event belongs to a single time. Name one column with --target")
+    columns = tuple(survey.column(name, "--target") for name in names)
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{survey.path}: --target {quoted(twice)} is given twice. Name each label once")
+    for column in columns:
+        if not is_event(column) or column.odd:
+            held = ", ".join(map(repr, [*column.levels][:4]))
+            raise ConfigError(
+                f"{survey.path}: --target {quoted(column.name)} contains {held}. Each of several targets is a label: 1 "
+                "if it is present, 0 if it is absent, and empty if it is unknown"
+            )
+    return columns
+
+
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
     """Return the outcome for which there is the clearest evidence."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []

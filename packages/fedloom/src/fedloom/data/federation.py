@@ -318,6 +318,15 @@ class Federation:
             y = y[y >= 0]
         return torch.bincount(owner * classes + y, minlength=self.n * classes).view(self.n, classes)
 
+    def label_counts(self, part: str = "train") -> Tensor:
+        """Return the number of samples without and with each label at each client, ``[n, k, 2]``, in a multilabel task.
+
+        Unknown labels are not counted.
+        """
+        owner, y = self.owner(part), self.targets(self.parts[part].index)
+        known = torch.stack([y == 0, y == 1], -1).long()
+        return known.new_zeros(self.n, *known.shape[1:]).index_add(0, owner, known)
+
     def skew(self, part: str = "train") -> dict[str, Any]:
         """Return measures of how much clients differ, each of which is a list with one value per client.
 

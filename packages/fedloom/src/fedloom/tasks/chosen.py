@@ -112,7 +112,13 @@ class Chosen:
         twice = next((name for name in own_names if own_names.count(name) > 1), None)
         if twice:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}. Rename one function")
-        _check_weights(objective.class_weights, () if isinstance(base, MultiLabel) else classes)
+        _check_weights(objective.class_weights, classes)
+        if objective.class_weights is not None and objective.loss is not None and isinstance(base, MultiLabel):
+            raise ConfigError(
+                "task.class_weights: a custom loss of a multilabel task is one number for all labels, so its labels "
+                "cannot be weighted. Omit task.class_weights, and weight the labels in the loss, as "
+                "torch.nn.BCEWithLogitsLoss does with pos_weight"
+            )
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError(
                 "task.calibrate works only for binary tasks",
@@ -142,27 +148,36 @@ class Chosen:
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
         return self.base.dloss(output, y)
 
+    def label_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of each label of a multilabel task (see `MultiLabel.label_losses`)."""
+        assert isinstance(self.base, MultiLabel)
+        return self.base.label_losses(output, y)
+
     def predict(self, output: Tensor) -> Tensor:
         return self.base.predict(output)
 
     def class_weights(self, counts: Tensor) -> Tensor | None:
         """Return the factors ``[n, C]`` by which the losses of each client's training samples are multiplied.
 
-        The result is None if all factors are 1.
+        In a multilabel task, the result contains a factor for an absent and for a present label, ``[n, k, 2]``. The
+        result is None if all factors are 1.
 
         Args:
-            counts: number of training samples of each client in each class, ``[n, C]``. With 'balanced', the mean
-                factor over a client's samples is 1.
+            counts: number of training samples of each client in each class, ``[n, C]``, or of samples without and with
+                each label, ``[n, k, 2]``. With 'balanced', the mean factor over a client's samples is 1.
         """
         weights = self.objective.class_weights
         if weights is None:
             return None
         if weights == "balanced":
-            size, present = counts.sum(1, keepdim=True).double(), (counts > 0).sum(1, keepdim=True)
+            size, present = counts.sum(-1, keepdim=True).double(), (counts > 0).sum(-1, keepdim=True)
             return torch.where(counts > 0, size / (present * counts.clamp(min=1)), 0.0)
         if isinstance(weights, Mapping):
             weights = [weights.get(name, 1.0) for name in self.classes]
-        return torch.tensor(weights, dtype=torch.float64).expand(len(counts), -1)
+        factors = torch.tensor(weights, dtype=torch.float64)
+        if isinstance(self.base, MultiLabel):
+            factors = torch.stack([torch.ones_like(factors), factors], 1)
+        return factors.expand(counts.shape)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Compute the metrics of the task, followed by the metrics that the user requested (see `Task.metrics`)."""

@@ -225,8 +225,11 @@ class MultiLabel(TaskKind):
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return the logistic loss over the known labels, sum_j (log(1 + exp(z_j)) - y_j z_j) / k."""
-        every = functional.softplus(output) - y.to(output.dtype) * output
-        return torch.where(y < 0, 0.0, every).mean(-1)
+        return self.label_losses(output, y).mean(-1)
+
+    def label_losses(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return the logistic loss of each label ``[..., k]``, which is 0 for unknown labels."""
+        return torch.where(y < 0, 0.0, functional.softplus(output) - y.to(output.dtype) * output)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
         """Return the gradient (sigmoid(z) - y) / k, which is 0 for unknown labels."""

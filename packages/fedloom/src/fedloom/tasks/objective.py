@@ -82,7 +82,9 @@ class Objective(Value):
     Class weights are used only in training, and evaluations ignore them. With "balanced", class c at a client has the
     weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these samples in
     class c, and C is the number of classes that the client has. Clients do not send their class counts, so a deployment
-    trains exactly as a simulation does.
+    trains exactly as a simulation does. In a multilabel task, every label is weighted separately: "balanced" treats the
+    samples with the label and the samples without it as two classes, and a list or table contains one number per label,
+    by which the loss of a present label is multiplied (``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``).
     """
 
     loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
@@ -91,7 +93,8 @@ class Objective(Value):
     )
     class_weights: Weights = Field(
         None,
-        description="class weights in the training loss: 'balanced' at every client, a list, or a table",
+        description="class weights in the training loss: 'balanced' at every client, a list, or a table. In a "
+        "multilabel task, weights of present labels",
     )
     calibrate: bool = Field(
         False, description="recalibrate the models of a binary task at every client, on the client's validation part"
@@ -122,14 +125,14 @@ class Objective(Value):
             return recalibration(output, y, owner, n)
         return baseline(output, y, owner, n, self.horizon)
 
-    def remarks(self) -> list[str]:
-        """Return notes that a user should read before a run."""
+    def remarks(self, kind: str) -> list[str]:
+        """Return notes that a user should read before a run of a ``kind`` of task, such as "binary"."""
         if self.class_weights is None or self.calibrate:
             return []
+        cure = ". Set [task] calibrate = true to correct them on validation data" if kind == "binary" else ""
         return [
             "class_weights raise the probabilities of rare classes above their true values. AUROC "
-            "and recall remain valid, but probabilities and calibration do not. Set [task] calibrate "
-            "= true to correct them on validation data"
+            f"and recall remain valid, but probabilities and calibration do not{cure}"
         ]
 
     @property

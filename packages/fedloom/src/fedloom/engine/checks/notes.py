@@ -46,7 +46,7 @@ def notes_of(
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
     notes += _unseeded_sampler(sampler, ctx)
-    notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks()]
+    notes += [*setting.aggregation_weights.remarks(), *setting.task.remarks(oracle.fed.data.task)]
     notes += [*_unweighed(setting, server, ctx), *_normalised(setting, oracle, server)]
     notes += [*_softmax_twice(oracle), *_note_changed_values(oracle)]
     notes += [*_attacked(setting, attackers, ctx.n), *_trusted(setting, attackers, fewest, ctx.n), *_idle(setting)]

@@ -20,9 +20,10 @@ class Predicted(NamedTuple):
     Attributes:
         client: client of each sample, ``[N]``.
         row: position of each sample in the data, ``[N]``.
-        target: target of each sample, ``[N]``.
-        prediction: mean prediction for each sample over the seeds that tested it, ``[N]``. For two classes, the
-            prediction is the probability of the second class. For more classes, it is the fraction of seeds that
+        target: target of each sample, ``[N]``. In a multilabel task, 1 or 0 for each label, or NaN if it is unknown,
+            ``[N, k]``.
+        prediction: mean prediction for each sample over the seeds that tested it, in the shape of the targets. For two
+            classes and for labels, predictions are probabilities. For more classes, it is the fraction of seeds that
             predicted the right class, and all targets are 1.
         event: 1 if the target is the time of an event, or 0 if it is a censoring time, ``[N]``. None for tasks without
             events.
@@ -71,13 +72,18 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     names = ("method", "seed", "client", "model", "row", "target", "prediction")
     columns = pq.read_schema(path).names
     several = [] if "prediction" in columns else [f"prediction {k}" for k in range(len(run.summary.classes))]
-    if "target" not in columns or several != [name for name in columns if name.startswith("prediction ")]:
+    if several != [name for name in columns if name.startswith("prediction ")]:
         return None
+    several_labels = [name for name in columns if name.startswith("target ")]
     measured = ["target", "prediction", *(name for name in ("event", "subject") if name in columns)]
-    table = read_table(
-        path, (*(name for name in names if not several or name != "prediction"), *measured[2:], *several)
-    )
-    if several:
+    if several_labels:
+        measured = [*measured[2:], *several_labels, *several]
+        table = read_table(path, (*names[:5], *measured))
+    else:
+        table = read_table(
+            path, (*(name for name in names if not several or name != "prediction"), *measured[2:], *several)
+        )
+    if several and not several_labels:
         best = np.stack([table[name].to_numpy() for name in several], 1).argmax(1)
         right = pa.array((best == table["target"].to_numpy()).astype(float))
         place = table.column_names.index("target")
@@ -92,9 +98,12 @@ def tested(run: Run, method: str, model: str) -> Predicted | None:
     values = {name: means[f"{name}_mean"].to_numpy() for name in measured}
     if "subject" in values:
         values["subject"] = np.rint(values["subject"]).astype(np.int64)
+    if several_labels:
+        values["target"] = np.stack([values.pop(name) for name in several_labels], 1)
+        values["prediction"] = np.stack([values.pop(name) for name in several], 1)
     return Predicted(means["client"].to_numpy(), means["row"].to_numpy(), **values) if len(means) else None
 
 
 def is_binary(run: Run, samples: Predicted) -> bool:
     """Return True if there are two classes and the predictions are probabilities of the second class."""
-    return len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())
+    return samples.target.ndim == 1 and len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())

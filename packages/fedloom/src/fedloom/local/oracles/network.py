@@ -92,7 +92,8 @@ class Network(Oracle):
         self._features = dropout_shapes(self.module, self.dropouts, self._sample()) if self.dropouts else {}
         self.memory_format = memory_format(self.module, self._sample())
         if isinstance(task, Chosen):
-            weights = task.class_weights(fed.class_counts("train"))
+            several = fed.data.task == "multilabel"
+            weights = task.class_weights(fed.label_counts("train") if several else fed.class_counts("train"))
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
             index = spread_samples(fed)
             if fed.data.name != "blank":  # the server of a deployment has no samples

@@ -12,14 +12,14 @@ from torch import Tensor
 from fedloom.errors import CodeError, ConfigError, cause_of
 from fedloom.imports import Function
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import number
+from fedloom.tasks import Chosen, number
 from fedloom.tasks.figures import wide
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
     from fedloom.models import Augment
-    from fedloom.tasks import Chosen, Task
+    from fedloom.tasks import Task
     from fedloom.tasks.kinds import OwnLoss
 
 
@@ -36,7 +36,8 @@ class Samples:
             latter case, ``y`` and ``weight`` have shape ``[m, b L]``. The weight of a position without a label is 0.
             The weight of a labeled position is that of its sequence divided by the mean number of labels in the
             client's training sequences, so that f_i is the mean loss over all labeled positions.
-        class_weights: additional factor for each class ``[m, C]``. None if all factors are 1.
+        class_weights: additional factor for each class ``[m, C]``, or for each absent and present label ``[m, k, 2]``.
+            None if all factors are 1.
     """
 
     def __init__(
@@ -105,14 +106,28 @@ class Samples:
             still[row, :count] = augment.draw(count, self._batch.draw.generator(row, "augment"))
         return still
 
+    @property
+    def weighs_labels(self) -> bool:
+        """True if the labels of a multilabel task have weights."""
+        return self.class_weights is not None and self.class_weights.ndim == 3
+
     def factors(self) -> Tensor:
-        """Return the factor of each sample's loss, including class weights, ``[m, b]`` or ``[m, 1]``."""
+        """Return the factor of each sample's loss, including class weights, ``[m, b, 1]`` or ``[m, 1, 1]``.
+
+        If labels are weighted, each label has its own factor, ``[m, b, k]``.
+        """
         if self.class_weights is None:
-            return self.weight
-        return self.weight * self.class_weights.gather(1, self.y)
+            return self.weight.unsqueeze(-1)
+        if self.weighs_labels:
+            absent, present = self.class_weights[:, None].unbind(-1)
+            return self.weight.unsqueeze(-1) * torch.where(self.y > 0, present, absent)
+        return (self.weight * self.class_weights.gather(1, self.y)).unsqueeze(-1)
 
     def factors_of(self, i: int, count: int) -> Tensor:
-        """Return the factors for the first ``count`` targets of client ``i``, ``[count]`` or one number for all."""
+        """Return the factors for the first ``count`` targets of client ``i``, as in `factors`, or one number for all.
+
+        The shape is ``[count, 1]``, ``[count, k]`` or ``[]``.
+        """
         if self.class_weights is None and self.span == 1:
             return self.weight[i, 0]
         return self.factors()[i, :count]
@@ -121,7 +136,7 @@ class Samples:
 def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
     """Return the gradient of a batch's weighted losses with respect to the outputs, both ``[m, b, k]``."""
     if task.own_loss is None:
-        return task.dloss(outputs.detach(), data.y).mul_(data.factors().unsqueeze(-1))
+        return task.dloss(outputs.detach(), data.y).mul_(data.factors())
     gradients = torch.zeros_like(outputs)
     for i, count in enumerate(data.counts):
         if count:
@@ -136,7 +151,7 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
             return torch.autograd.grad(_user_loss(task.own_loss, leaf, y, data, i), leaf)[0]
-    return task.dloss(outputs.detach(), y).mul_(data.factors_of(i, len(y)).unsqueeze(-1))
+    return task.dloss(outputs.detach(), y).mul_(data.factors_of(i, len(y)))
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
@@ -147,8 +162,12 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
         return _user_loss(task.own_loss, outputs, y, data, i)
-    factor, loss = data.factors_of(i, len(y)), task.loss(outputs, y)
-    return (loss * factor).sum() if factor.ndim else loss.sum() * factor
+    factor = data.factors_of(i, len(y))
+    if data.weighs_labels:
+        assert isinstance(task, Chosen)
+        return (task.label_losses(outputs, y) * factor).mean(-1).sum()
+    loss = task.loss(outputs, y)
+    return (loss * factor.squeeze(-1)).sum() if factor.ndim else loss.sum() * factor
 
 
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:

@@ -198,8 +198,7 @@ class _Reading:
         spec, column = self.spec, piece.column
         special = column in self.measured or column in self.special or column in self.design.complete
         several = self.task == "multilabel" and column in self.labels
-        allowed = ("drop", "keep") if several else ("drop",)
-        if (column in spec.drop and not special) or (spec.unlabelled in allowed if special else spec.impute):
+        if (column in spec.drop and not special) or (spec.unlabelled != "refuse" if special else spec.impute):
             return
         cure = "repair it, name the column in drop, or set impute = true for a feature"
         if special:

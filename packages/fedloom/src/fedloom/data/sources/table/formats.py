@@ -154,28 +154,53 @@ class Statistics(LibraryTable):
         options: dict[str, Any] = {"output_format": "dict"}
         options |= {} if self.encoding is None else {"encoding": self.encoding}
         options |= {"user_missing": True} if reader not in ("read_xport", "read_por") else {}
-        if self.catalog is not None:
-            if reader != "read_sas7bdat":
-                raise ConfigError(f"{place}: `catalog` can be used only with a .sas7bdat file. Omit `catalog`")
-            catalog = locate("SAS catalog", self.catalog, None, (), lambda p: p.is_file())
-            options |= {"catalog_file": str(catalog)}
+        if self.catalog is not None and reader != "read_sas7bdat":
+            raise ConfigError(f"{place}: `catalog` can be used only with a .sas7bdat file. Omit `catalog`")
         columns, facts = getattr(library, reader)(str(place), **options)
+        value_labels = facts.variable_value_labels
         numeric = {
             self.event,
             *(self.outcomes if self.task in ("multilabel", "regression", "survival", "count") else ()),
         }
         coded, notes, pieces = list[str](), list[str](), list[Piece]()
+        if self.catalog is not None:
+            formats = _read_catalog(library, self.catalog)
+            used = facts.variable_to_label
+            value_labels = {name: formats[used[name]] for name in columns if used.get(name) in formats}
+            if not value_labels:
+                notes.append(
+                    f"catalog {self.catalog} has formats {', '.join(formats) or 'none'}, but the columns of {place} "
+                    f"use {', '.join(sorted(set(used.values()))) or 'none'}, so no column has value labels"
+                )
         for name, cells in columns.items():
             codes = _missing_codes(facts, name, cells)
             present: list[Any] = [None if cell == "" or cell in codes else cell for cell in cells]
-            labels: Mapping[Any, str] = facts.variable_value_labels.get(name, {}) if self.labels else {}
+            labels: Mapping[Any, str] = value_labels.get(name, {}) if self.labels else {}
             if counts := {code: cells.count(code) for code in sorted(codes, key=str)}:
-                notes.append(_note(name, counts, facts.variable_value_labels.get(name, {})))
+                notes.append(_note(name, counts, value_labels.get(name, {})))
             if labels and name not in numeric and {cell for cell in present if cell is not None} <= labels.keys():
                 present = [None if cell is None else labels[cell] for cell in present]
                 coded.append(name)
             pieces.append(Piece(0, name, present))
         return LoadedTable([*columns], iter(pieces), coded, notes, first=1)
+
+
+def _read_catalog(library: Any, path: str) -> Mapping[str, Mapping[Any, str]]:
+    """Return the value labels in a SAS catalog, by format.
+
+    Raises:
+        DataError: the file is not a SAS catalog.
+    """
+    place = locate("SAS catalog", path, None, (), lambda p: p.is_file())
+    try:
+        formats: Mapping[str, Mapping[Any, str]] = library.read_sas7bcat(str(place), output_format="dict")[
+            1
+        ].value_labels
+    except Exception as error:  # of the library
+        raise DataError(
+            f"{place} is not a readable SAS catalog ({type(error).__name__}: {error}). Write it again"
+        ) from error
+    return formats
 
 
 def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:

@@ -64,7 +64,7 @@ class TableRoles(DesignOptions):
         default="refuse",
         description=(
             "what to do with rows that have no target or client: raise an error, or leave the rows "
-            "out. In a multilabel task, 'keep' keeps rows with some known labels"
+            "out. In a multilabel task, 'keep' leaves out only rows without a client or without any known label"
         ),
     )
     scale: bool = Field(

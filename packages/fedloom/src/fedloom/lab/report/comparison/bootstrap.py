@@ -24,14 +24,16 @@ def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers
     """Compute a metric of weighted test samples, ``[B]``. The metric is NaN where it is undefined.
 
     Args:
-        metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``r2``, ``rmse``, ``mae`` or
-            ``deviance``. These metrics are defined as in the tasks, in units of the label.
+        metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``macro_auroc``, ``r2``,
+            ``rmse``, ``mae`` or ``deviance``. These metrics are defined as in the tasks, in units of the label.
         weight: non-negative weights of the samples for each resample, ``[B, N]``.
-        samples: targets and predictions of the samples, ``[N]``.
+        samples: targets and predictions of the samples, ``[N]``, or ``[N, k]`` for ``macro_auroc``.
     """
     y, prediction = samples.target, samples.prediction
     error, total = prediction - y, weight.sum(1)
     with np.errstate(divide="ignore", invalid="ignore"):
+        if metric == "macro_auroc":
+            return _label_areas(weight, samples)
         if metric == "c_index":
             return _concordance(weight, samples)
         if metric == "accuracy":
@@ -46,6 +48,25 @@ def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers
         if metric == "rmse":
             return np.asarray(np.sqrt(squares / total))
         return np.asarray(1 - squares / (weight @ y**2 - (weight @ y) ** 2 / total))
+
+
+def _label_areas(weight: Numbers, samples: Predicted) -> Numbers:
+    """Compute the mean AUROC of weighted samples over labels that some samples have and others do not have, ``[B]``."""
+    total, defined = np.zeros(len(weight)), np.zeros(len(weight))
+    for y, score in zip(samples.target.T, samples.prediction.T, strict=True):
+        known = np.flatnonzero(~np.isnan(y))
+        order = known[np.argsort(score[known], kind="stable")]
+        if len(order) == 0:
+            continue
+        first = np.flatnonzero(np.diff(score[order], prepend=-np.inf))  # of each group of equal scores
+        present, absent = (
+            np.add.reduceat(weight[:, order] * some, first, axis=1) for some in (y[order] == 1, y[order] == 0)
+        )
+        won = (present * (absent.cumsum(1) - absent / 2)).sum(1)  # pairs ranked right, ties count half
+        pairs = present.sum(1) * absent.sum(1)
+        total += np.where(pairs > 0, won / np.maximum(pairs, 1), 0.0)
+        defined += pairs > 0
+    return total / defined
 
 
 def _concordance(weight: Numbers, samples: Predicted) -> Numbers:

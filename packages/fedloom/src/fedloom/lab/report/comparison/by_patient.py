@@ -29,7 +29,7 @@ from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Numbers, Run
 
 CONFIDENCE_LEVEL = 0.95
-BOOTSTRAP_METRICS = ("accuracy", "c_index", "r2", "rmse", "mae", "deviance")
+BOOTSTRAP_METRICS = ("accuracy", "c_index", "macro_auroc", "r2", "rmse", "mae", "deviance")
 """Metrics whose intervals are computed by the bootstrap."""
 MIN_CLASS_SAMPLES = 2
 """Minimum number of test samples (or subjects) in each class at which an interval of a difference is computed."""
