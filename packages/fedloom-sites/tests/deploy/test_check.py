@@ -367,7 +367,7 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     )
     [sentence] = notes("any", 1, {"max_share": 1.0})[0]
     assert "max_share = 1 allows one site to have 100% of the weight of a sum" in sentence
-    assert "to set 0.8 or less" in sentence
+    assert "to set it to 0.8 or less" in sentence
     assert notes("uniform", 1, client_weights="uniform")[0] == []
     given = [9.0, 0.5, 0.5, 0.5, 0.5]
     assert (
@@ -377,3 +377,17 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     assert notes("small", 1, client_weights=given)[0] == []
     more = notes("more", 0, {"max_share": 0.85}, client_weights=given)[0]
     assert [("max_share = 0.85" in one, "this site has 82%" in one) for one in more] == [(True, False), (False, True)]
+
+
+def test_a_site_is_told_what_an_unusual_agreement_reveals_and_that_it_stays_neutral(tmp_path):
+    def notes(name, agreed=None):
+        here = secured(tmp_path / name, "fedavg", agreed=agreed, client_weights="uniform")
+        site = here.sites[1]
+        if name == "turned":
+            write_checked(site.memory_folder / OPENED_FILE, {"experiments": {}, "neutral": True, "turns": 3})
+        return [f.sentence for f in check._share(site, 9)]
+
+    assert notes("usual") == []
+    assert "changes = 99 and steady = 3 let the server compute differences" in notes("changes", {"changes": 99})[0]
+    assert "changes = 4 and steady = 1 let the server" in notes("steady", {"steady": 1})[0]
+    assert "this site sends only neutral uploads from now on" in notes("turned")[0]

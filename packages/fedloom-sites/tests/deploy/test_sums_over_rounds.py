@@ -198,6 +198,46 @@ def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_pat
     assert changes or not found
 
 
+class Colluder(SessionMember):
+    """A site that signs every list of sites, and gives its shares for every sum."""
+
+    def _check_change(self, *_: Any) -> None:
+        return
+
+    def _check_counters(self, *_: Any) -> None:
+        return
+
+    def _enter(self, record: dict[str, Any], signed: Any) -> list[int]:
+        return [*signed]
+
+
+@pytest.mark.parametrize("changes", [0, MAX_CHANGES])
+def test_no_combination_of_sums_isolates_a_site_for_a_server_with_a_site_of_its_own(
+    changes: int, tmp_path: Path
+) -> None:
+    """The same rounds with T = 4, where one site does whatever the server wants: T - 1 of the others remain in all."""
+    draw, own = np.random.default_rng(changes), 4
+    fed = Federation(secured(tmp_path, "fedavg", 4, agreed={"changes": changes}), (3, 1, 2, 5, 4))
+    opened = 0
+    for t in range(40):
+        if t in (0, 20):
+            fed.begin(t)
+            site = fed.settings[own]
+            fed.members[own] = Colluder(site, signing_key_of(own), site.folder)
+        here = [c for c in range(5) if c == own or t < 3 or draw.random() > 0.1]
+        arrived = [c for c in here if c == own or draw.random() > 0.05]
+        if len(here) >= 4 <= len(arrived):
+            opened += fed.sum(str(draw.choice(KINDS)), here, arrived)
+    rows = [{key: weight for key, weight in row.items() if key[1] != own} for row in fed.rows]
+    found = {c for few in find_isolated(rows, 3) for _, c in few}
+    known = {c for c in range(own) if f"site-{c}" in fed.changes()}
+    assert opened >= 8
+    assert fed.refused
+    assert max(fed.changes().values(), default=0) <= changes
+    assert found <= known
+    assert changes or not found
+
+
 def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(tmp_path: Path) -> None:
     """If all but one left once, their differences are known, and so is what remains of a sum: the last one's."""
     for steady, isolates in ((None, set[int]()), (0, {*range(5)})):
@@ -312,6 +352,35 @@ def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) 
     assert sum_honestly(rogue, 2, rogue.download(0.1), clients=rest).told
     assert sum_honestly(rogue, 3, rogue.download(0.2)).told
     assert not sum_honestly(rogue, 4, rogue.download(0.3), clients=rest).told
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        ("without a site", "differ from the previous sum in site-4"),
+        ("with an older state", "differ from the previous sum in site-4"),
+        ("with most uploads neutral", "only 3 sites answered from their samples, but a sum needs 4"),
+    ],
+)
+def test_attacks_of_a_server_with_a_site_of_its_own(
+    attack: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site signs and opens whatever it is asked; the others do not, and three of four must, with T = 4."""
+    rogue, own = Rogue(secured(tmp_path, "scaffold", 4, agreed={"changes": 0, "norm_bound": 5.0}, **FULL_BATCH)), 3
+    answers = cast(Any, rogue.sites[own].answers)
+    answers._member = Colluder(rogue.sites[own].site, signing_key_of(own), rogue.sites[own].site.folder)
+    assert sum_honestly(rogue, 1, rogue.download()).is_open
+    if attack == "without a site":
+        session = sum_honestly(rogue, 2, rogue.download(1e-16), clients=[0, 1, 2, own], accepted=(1,) * 4)
+    elif attack == "with an older state":
+        session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1, 1, 1, 1, 0))
+    else:
+        for site in rogue.sites[:2]:
+            monkeypatch.setattr(site.trainer.node, "train", lambda *_: 1 / 0)
+        session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1,) * 5)
+    assert not session.is_open
+    assert {*session.told} <= {own}
+    assert any(reason in one for one in rogue.refused)
 
 
 FULL_BATCH: dict[str, Any] = {"local": {"lr": 0.05, "epochs": 1, "batch_size": 200}}

@@ -110,7 +110,7 @@ class OpenedSums:
         reveals the site's earlier upload. The effect is the same as if the site had left the sum.
         """
         with self._open() as record:
-            return bool(record["neutral"]) and int(record["turns"]) >= max(1, self._limit - 1)
+            return has_used_turns(record, self._limit)
 
     def reveal(
         self, name: str, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int,
@@ -305,6 +305,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
     finally:
         release(fd)
         os.close(fd)
+
+
+def has_used_turns(record: Mapping[str, Any], limit: int) -> bool:
+    """Return True if a site's uploads stay neutral, according to its record (see `OpenedSums.stays_neutral`).
+
+    Args:
+        record: the site's record of opened sums, or an empty mapping.
+        limit: agreed number of changes.
+    """
+    return bool(record.get("neutral")) and int(record["turns"]) >= max(1, limit - 1)
 
 
 def _summed_rounds(folder: Path) -> list[int]:
