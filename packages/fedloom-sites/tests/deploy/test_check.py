@@ -20,6 +20,7 @@ from fedloom_sites.deploy.ops import check, keys
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, write_checked
 from fedloom_sites.deploy.setting_files import read_site, text_of
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 from tests.deploy.sessions import secured
