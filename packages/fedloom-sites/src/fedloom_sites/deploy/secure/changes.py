@@ -133,13 +133,13 @@ class Changes(NamedTuple):
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
                 "are required (key `steady` in the table `secure`)"
             )
-        own = {**self._states.get(states.experiment, {}), "moved": sorted(self._find_moved_sites(states))}
-        own |= {} if states.trained is None else {"bases": {**states.bases}}
-        others = {e: one for e, one in self._states.items() if e != states.experiment}
+        newest = {**self._states.get(states.experiment, {}), "moved": sorted(self._find_moved_sites(states))}
+        newest |= {} if states.trained is None else {"bases": {**states.bases}}
+        rest = {e: one for e, one in self._states.items() if e != states.experiment}
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
-                "states": dict([*others.items(), (states.experiment, own)][-EXPERIMENTS_REMEMBERED:]),
+                "states": dict([*rest.items(), (states.experiment, newest)][-EXPERIMENTS_REMEMBERED:]),
                 "sites": sorted(sites),
                 "weights": {
                     **self.record.get("weights", {}),

@@ -223,8 +223,8 @@ class OpenedSums:
         """Return what the record of opened sums contains about a sum, except for its models."""
         named = {} if weights is None else self._counting(bases, weights)[1]
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
-        asked = {"question": question} if question else {}
-        return {"bases": {self._name(c): t for c, t in bases.items()}, "weights": digest, **asked}
+        step = {"question": question} if question else {}
+        return {"bases": {self._name(c): t for c, t in bases.items()}, "weights": digest, **step}
 
     def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
         named = {self._name(c): t for c, t in bases.items()}
@@ -254,9 +254,9 @@ class OpenedSums:
         with lock_folder(self._memory):
             values = read_checked(self._memory / OPENED_FILE)
             if values is None:
-                others = self._memory.parent.glob(f"data-*/{OPENED_FILE}")  # whose sums are over other data
-                known = {e for path in others for e in (read_checked(path) or {}).get("experiments", ())}
-                logs = (f.parent for f in self._folder.parent.glob(f"*/{SENT_FILE}") if f.parent.name not in known)
+                records = self._memory.parent.glob(f"data-*/{OPENED_FILE}")  # of sums over other data
+                summed = {e for path in records for e in (read_checked(path) or {}).get("experiments", ())}
+                logs = (f.parent for f in self._folder.parent.glob(f"*/{SENT_FILE}") if f.parent.name not in summed)
                 lost = had_folder and any(map(_summed_rounds, logs))
                 values = {"experiments": {}, "sites": LOST_RECORD if lost else {}, "neutral": False, "turns": 0}
             yield values
