@@ -137,14 +137,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
-"""Every method by name. A method is an algorithm, or a preset that combines an algorithm with other parts."""
+"""Every method, keyed by name. A method is either an algorithm, or a preset that combines an algorithm with other
+components."""
 
 
 def role_of(method: Algorithm | PresetMethod) -> str:
-    """Return the role that a method plays as a baseline in a comparison, whatever the method is called.
+    """Return the role that a method plays as a baseline in a comparison, regardless of the name of the method.
 
-    "alone": clients train separately and send nothing. "average": all clients share the single model of FedAvg.
-    "pooled": all samples are in one place. The role is empty for all other methods.
+    "alone": clients train separately and send nothing. "average": all clients use the single model that FedAvg trains.
+    "pooled": all samples are in one place. For all other methods, the role is empty.
     """
     if isinstance(method, PresetMethod):
         return "pooled" if method.pooled else ""

@@ -1,6 +1,6 @@
 """Base class of all algorithms. An algorithm is a frozen value whose functions are pure.
 
-The module also provides the names that the files of methods import.
+The module also provides the names that method files import.
 
 Letters have the same meaning in every file: x is the server's model ``[d]``, w are local models ``[m, d]``, v personal
 models, g gradients, y duals and c control variates. m is the number of clients in the cohort, and n is the number of
@@ -62,7 +62,7 @@ DEFAULT_KINDS = ("default", "paper", "released")
 
 
 def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the option values that belong to the choice ``defaults``.
+    """Return the option values that correspond to the choice ``defaults``.
 
     Raises:
         ValueError: ``defaults`` is not "default", "paper" or "released", or it is "released" and the method has no
@@ -78,7 +78,7 @@ def choose_defaults(defaults: Any, paper: Mapping[str, Any], released: Mapping[s
 
 
 def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
-    """Raise if an option would weight clients by samples although the clients' shares already differ.
+    """Raise an error if an option would weight clients by samples although the clients' shares already differ.
 
     Raises:
         ConfigError: the clients' shares are not equal.
@@ -91,7 +91,7 @@ def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
 class Algorithm(Value, ABC):
     """Federated method.
 
-    The fields of a method are its hyperparameters. The functions of a method are stateless and do not change their
+    The fields of a method are its hyperparameters. The functions of a method are stateless and do not modify their
     arguments.
     """
 
@@ -99,34 +99,34 @@ class Algorithm(Value, ABC):
     """True if `down` mixes the rows that the server stores for the cohort. If False, `down` does not receive any stored
     rows."""
     plain_sgd: ClassVar[str | None] = None
-    """Reason why the method needs plain SGD, or None if it works with other optimizers. A run with momentum or another
-    optimizer is rejected with this reason."""
+    """Reason why the method needs plain SGD, or None if it works with other optimizers. Reason given when a run with
+    momentum or a different optimizer is rejected."""
     needs_sgd: ClassVar[str | None] = None
-    """Reason why the method needs SGD, with or without momentum, or None if it works with other optimizers. A run with
-    another optimizer is rejected with this reason."""
+    """Reason why the method needs SGD, with or without momentum, or None if it works with other optimizers. Reason
+    given when a run that uses a different optimizer is rejected."""
     uses_shares: ClassVar[bool] = False
-    """True if the local problems contain the clients' shares alpha_i (``work.weight``). Fields that the server stores
-    per client then arrive as an unweighted mean. All other methods use the shares only as weights in means."""
+    """True if the local problems depend on the clients' shares alpha_i (``work.weight``). Fields that the server stores
+    for each client then arrive as an unweighted mean. All other methods use the shares only as the weights of means."""
     needs_exact: ClassVar[str | None] = None
-    """Reason why no channel may change uploads, or None if channels may do so. A run with a channel is rejected with
-    this reason."""
+    """Reason why no channel is allowed to change uploads, or None if channels are allowed to do so. Reason given when a
+    run that uses a channel is rejected."""
     weighs_partial: ClassVar[bool] = False
     """True if clients may take different numbers of steps because the server's weights or the local problem account for
-    this. A deadline may then shorten a client's work (`affordable`)."""
+    this. A deadline may then reduce the work of a client (`affordable`)."""
     counting_option: ClassVar[str] = ""
-    """Setting that makes the server's model a mean over all clients (`counts_absent`), such as ``"server_lr =
-    'fraction'"``. The setting is needed if a method otherwise applies the cohort's change in full."""
+    """Setting with which the server averages over all clients (`counts_absent`), such as ``"server_lr = 'fraction'"``.
+    The setting is needed if a method otherwise applies the full change of the cohort."""
     projects: ClassVar[bool] = False
-    """True if the method works in a random subspace. A replayed run sets the matrix (``ctx.projection``,
-    ``work.projection``)."""
+    """True if the method works in a random subspace. In a replayed run, the matrix is set from outside
+    (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
     """Group in which lists show the method: consensus, personalized, composite, fair, clustered or reference."""
     paper: ClassVar[Mapping[str, Any]] = {}
-    """Values from the paper for those options whose default differs. These values are selected with ``defaults =
+    """Values in the paper for the options whose default is different. These values are selected with ``defaults =
     "paper"``."""
     released: ClassVar[Mapping[str, Any]] = {}
-    """Values and variants from the paper's public code that differ from the paper. These values and variants are
-    selected with ``defaults = "released"``."""
+    """Values and variants in the paper's public code that differ from the paper. These values and variants are selected
+    with ``defaults = "released"``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -147,12 +147,12 @@ class Algorithm(Value, ABC):
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         """Return values for the options that are None.
 
-        These values are derived from what is known before the first round.
+        These values are derived from information that is available before the first round.
         """
         return {}
 
     def derive_options(self, ctx: Ctx) -> Self:
-        """Return the method after setting its derived options, in the form in which simulations and deployments run it.
+        """Set the derived options of the method, and return it in the form in which simulations and deployments run it.
 
         Raises:
             ConfigError: a derived value is out of range, so the option must be set.
@@ -199,7 +199,7 @@ class Algorithm(Value, ABC):
     def ignored(self) -> tuple[str, ...]:
         """Keys of ``[local]`` that have no effect on this method.
 
-        A run adds a note for each of these keys that is not at its default.
+        For each of these keys that does not have its default value, a note is added to the run.
 
         By default, these are the keys that control local SGD, provided that the option ``solver`` is "svrg", "gd" or
         "released".
@@ -227,7 +227,7 @@ class Algorithm(Value, ABC):
 
         Returns:
             The server's state, the initial state of a client, and the upload that represents a client before its first
-            upload (None without `Kept` fields).
+            upload (None if no field is of kind `Kept`).
         """
         return Model(x0), Nothing(), None
 
@@ -236,10 +236,10 @@ class Algorithm(Value, ABC):
 
         The fields of the download are ``[d]``, or ``[m, .]`` if clients receive different values.
 
-        The first field is the model if uploads contain a model.
+        The first field is the model if uploads contain one.
 
-        By default, the download contains those fields of the server's state that the annotation of `client`'s download
-        names.
+        By default, the download contains the fields of the server's state that are named in the annotation of
+        `client`'s download.
 
         Raises:
             ConfigError: one of these fields is not part of the server's state.
@@ -258,7 +258,8 @@ class Algorithm(Value, ABC):
     def affordable(self, samples: Tensor, work: Work) -> Tensor:
         """Return how many local steps ``[m, 1]`` clients take if a deadline limits them to ``samples [m, 1]``.
 
-        By default, this is the number of batches that these samples fill, but at most the number of steps in the round.
+        By default, this is the number of batches into which these samples can be divided, but at most the number of
+        steps in the round.
         """
         size = work.local.batch_size
         batch = work.sizes if size == "full" else work.sizes.clamp(max=size)
@@ -267,13 +268,13 @@ class Algorithm(Value, ABC):
     def received(self, down: Any, up: Any) -> Tensor:
         """Return the model ``[d]`` or ``[m, d]`` from which the clients started training.
 
-        A channel transforms the change from this model to the trained model.
+        A channel transforms the difference between this model and the trained model.
 
         By default, this is the first field of the download, or zero if uploads do not contain a model.
 
         Args:
             down: the download that the clients received.
-            up: the clients' uploads. A channel leaves labels in them unchanged.
+            up: the clients' uploads. A channel does not change labels in these fields.
         """
         name = primary_field(type(self))
         if upload_fields(type(self))[name].carries != "model":
@@ -282,7 +283,7 @@ class Algorithm(Value, ABC):
         return received
 
     def decode(self, down: Any, rows: Any, up: Any, work: Work) -> Tensor:
-        """Return the local models ``[m, .]`` that are contained in uploads. This function is the inverse of `encode`.
+        """Return the local models ``[m, .]`` that uploads contain. This function is the inverse of `encode`.
 
         By default, a local model is the primary field plus its base. If the primary field of a method is a multiple of
         the model's change, the method must override this function and `encode`.
@@ -303,13 +304,13 @@ class Algorithm(Value, ABC):
 
         Attackers use this function to forge their messages.
 
-        By default, the function returns None. The primary field is then the model minus the field's base, a state field
-        that serves as this base becomes the model, and all other fields are those of a client that takes no step. A
-        method overrides this function if its upload contains the model in a different form, or if other fields of the
-        upload depend on the model.
+        By default, None is returned. The primary field is then the model minus the field's base. If this base is a
+        state field, it is set to the model. All other fields are the same as for a client that takes no step. A method
+        overrides this function if its upload contains the model in a different form, or if other fields of the upload
+        depend on the model.
 
         Args:
-            model: models that an attack produces. They need not be close to any trained model.
+            model: models that an attack produces. They do not need to be close to any trained model.
             down: the download that the clients received.
             rows: the clients' states before the round.
             work: the clients' local problems. Only simulations call this function, and its computations are not
@@ -320,12 +321,13 @@ class Algorithm(Value, ABC):
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         """Return the ranges of upload fields, keyed by name: the smallest and the largest allowed value.
 
-        A deployed server rejects values outside these ranges. By default, there are no ranges.
+        A deployed server rejects values outside these ranges. By default, fields have no ranges.
 
         Args:
             down: the download that the clients received.
             up: the clients' uploads.
-            work: the clients' local problems. The server knows only the numbers of samples and steps and the step size.
+            work: the clients' local problems. The server knows only the numbers of samples and steps, and the step
+                size.
         """
         return {}
 
@@ -334,17 +336,17 @@ class Algorithm(Value, ABC):
         """Perform the server's step with the aggregated upload of the accepted cohort, and return the new state."""
 
     def reshared(self, server: Any, moved: Any, ctx: Ctx) -> Fields | None:
-        """Return the server's state after the clients' shares changed between two rounds (see `Setting.weights`).
+        """Return the server's state after the clients' shares have changed between two rounds (see `Setting.weights`).
 
         By default, the result is None if the server accumulates uploads over rounds (`Mean.accumulates`), because the
-        new shares do not apply to earlier rounds. If the result is None, the run is rejected.
+        new shares do not apply to earlier rounds. If None is returned, the run is rejected.
 
         Args:
-            server: the server's state. The sums accumulated in this state use the old shares.
-            moved: one field ``[d]`` per accumulated sum. The field is the sum over all clients of the client's change
-                in share times its accumulated uploads. Adding this field to the old sum gives the sum with the new
-                shares.
-            ctx: context with all clients and their new shares.
+            server: the server's state. The sums that were accumulated in this state use the old shares.
+            moved: one field ``[d]`` for each accumulated sum. The field is the sum over all clients of the client's
+                change in share times its accumulated uploads. The sum with the new shares is obtained by adding this
+                field to the old sum.
+            ctx: context of all clients, with their new shares.
         """
         accumulates = any(kind.accumulates for kind in upload_fields(type(self)).values())
         same: Fields | None = None if accumulates else server
@@ -362,7 +364,10 @@ class Algorithm(Value, ABC):
         return None
 
     def remarks(self, server: Any) -> list[str]:
-        """Return warnings about the server's state after a round. Each warning is added to the run's notes once."""
+        """Return warnings about the server's state at the end of a round.
+
+        Each warning is added to the run's notes only once.
+        """
         return []
 
     def observe(self, down: Any, rows: Any, work: Work) -> Fields | None:
@@ -381,8 +386,8 @@ class Algorithm(Value, ABC):
 
         Args:
             server: the server's state.
-            total: fields returned by `observe`, each summed over all n clients.
-            ctx: context with all clients.
+            total: fields returned by `observe`, each of which is summed over all n clients.
+            ctx: context of all clients.
         """
         return {}
 
@@ -402,7 +407,7 @@ class Algorithm(Value, ABC):
         raise AssertionError(f"{type(self).__name__} does not declare a part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Raise if the method cannot be used with the given model or setting.
+        """Raise an error if the method cannot be used with the given model or setting.
 
         Returns:
             Warnings, one sentence each.

@@ -17,19 +17,19 @@ from fedloom.values import Value
 
 @dataclass(frozen=True)
 class Kind:
-    """Declaration of an upload field, with the properties that all kinds of fields have.
+    """Declaration of an upload field, with the properties that fields of all kinds have.
 
     Attributes:
         base: value that is subtracted from the field before it is sent: ``"zero"`` (none), ``"down.<field>"`` or
             ``"rows.<field>"``.
         primary: True for the field that contains the model.
-        accumulates: True if the server adds the field, times ``ctx.part``, to a sum over rounds. The field then arrives
-            as the cohort's mean, weighted by the clients' shares, even if a weigher is used.
+        accumulates: True if the server adds the field, multiplied by ``ctx.part``, to a sum over rounds. The field then
+            arrives as the cohort's mean, weighted by the clients' shares, even if a weigher is used.
         part: name of one of the algorithm's masks (`Algorithm.part`). Only the coordinates in this mask are sent.
         label: True if the numbers are identifiers, such as the number of a cluster. A channel does not change such a
             field.
-        carries: what a primary field contains. Only a field that carries "model" is a change relative to the first
-            field of the download.
+        carries: content of a primary field. A primary field is a change relative to the first field of the download
+            only if it carries "model".
     """
 
     averaged: ClassVar[bool] = True
@@ -49,19 +49,19 @@ class Kind:
         """Check the weight.
 
         Raises:
-            ValueError: the server does not store rows of this field.
+            ValueError: the server does not store the rows of this field.
         """
         if self.weight is not None and not self.keeps:
             raise ValueError(f"only a Kept field can have a weight, got {type(self).__name__}(weight={self.weight!r})")
 
     @property
     def single(self) -> bool:
-        """True if the server receives the row of each client separately."""
+        """True if the server receives each client's row separately."""
         return self.keeps or not self.averaged
 
     @property
     def weighable(self) -> bool:
-        """True if means of the field use the weigher's weights instead of the clients' shares."""
+        """True if means of the field are weighted by the weigher's weights instead of the clients' shares."""
         return not self.single and not self.accumulates
 
 
@@ -72,13 +72,13 @@ class Mean(Kind):
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """Upload field of which the server stores every client's last row.
+    """Upload field for which the server stores every client's last row.
 
     The server's step receives the field as a mean ``[d]`` over all n clients.
 
     Attributes:
         weight: name of another stored field ``[m, 1]`` with nonnegative numbers, which are the clients' weights in the
-            mean. A channel does not change this field. If None, the clients' shares are the weights.
+            mean. A channel does not modify this field. If None, the clients' shares are used as weights.
     """
 
     keeps: ClassVar[bool] = True
@@ -95,16 +95,16 @@ class Rows(Kind):
 class Sent:
     """Encoding of a download or upload field.
 
-    A field is sent in dense form if this form is not longer (`fedloom.rows.encodings`).
+    A field is sent as a dense vector if this is not longer (`fedloom.rows.encodings`).
 
     The encoding is given as a second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. A
-    field without this annotation is sent in dense form.
+    field without this annotation is sent as a dense vector.
 
     Attributes:
-        encoding: shortest form in which the field can be sent, given what it contains.
+        encoding: shortest form in which the field can be sent, given its content.
         prox: name of a function in `Algorithm.proxes`. The field is the result of this prox, and the form that the prox
-            ``makes`` replaces ``encoding``.
-        ranks: name of the field in the server's state that contains the ranks of the download's matrices,
+            ``makes`` is used instead of ``encoding``.
+        ranks: name of the field in the server's state that contains the ranks of the matrices in the download,
             ``[matrices]`` in the order of `Layout.matrix_shapes`. If None, the ranks are measured.
         part: name of one of the algorithm's masks (`Algorithm.part`). A download sets this name if clients already know
             all other coordinates.
@@ -138,14 +138,14 @@ class Point(NamedTuple):
 
 
 def _annotated(algorithm: type[Value], function: str, name: str) -> Any:
-    """Return the newest version of a method's function that annotates ``name``."""
+    """Return the most specific version of a method's function that annotates ``name``."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
 def _defined(algorithm: type[Value], function: str) -> list[Any]:
-    """List the versions of a function in the method and its base classes, beginning with the method's own.
+    """List the versions of a function in the method and its base classes, starting with the method's own version.
 
-    The last version is that of `Algorithm`.
+    The last version is the one in `Algorithm`.
     """
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
@@ -167,10 +167,10 @@ def _fields(hint: Any) -> bool:
 
 
 def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
-    """Return the NamedTuple class that a function returns, or the first one if the function returns several.
+    """Return the NamedTuple class that a function returns. If the function returns several, return the first one.
 
     Raises:
-        ConfigError: the result has no annotation that names a NamedTuple.
+        ConfigError: the function's return annotation does not name a NamedTuple.
     """
     hint = _hint(algorithm, function, "return")
     returned = next(iter(get_args(hint)), hint)
@@ -210,7 +210,7 @@ def download_type(algorithm: type[Value]) -> Any:
 
 @cache
 def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
-    """Return the upload fields of an algorithm with their declarations, read from the annotation of `client`.
+    """Return the upload fields of an algorithm and their declarations, which are read from the annotation of `client`.
 
     Raises:
         ConfigError: a field has no declaration, or not exactly one field contains the model.
@@ -233,17 +233,17 @@ def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
 
 
 def exact_fields(algorithm: type[Value]) -> list[str]:
-    """Return the names of upload fields that channels leave unchanged: labels, and fields that weight another field."""
+    """Return the names of upload fields that channels do not change: labels, and fields that weight another field."""
     kinds = upload_fields(algorithm)
     weights = {kind.weight for kind in kinds.values() if isinstance(kind, Kept)}
     return [name for name, kind in kinds.items() if kind.label or name in weights]
 
 
 def check_declaration(algorithm: type[Value]) -> None:
-    """Raise if a method does not annotate its messages, or if a field refers to a field that does not exist.
+    """Raise an error if a method does not annotate its messages, or if a field refers to a nonexistent field.
 
     Raises:
-        ConfigError: a declaration is missing or wrong. The message says which declaration is wrong, and how to write
+        ConfigError: a declaration is missing or wrong. The message states which declaration is wrong and how to write
             it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
@@ -261,10 +261,10 @@ def check_declaration(algorithm: type[Value]) -> None:
 
 
 def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """Return the encoding of every field of a message, in which each ``prox`` is replaced by the form that it produces.
+    """Return the encoding of every field of a message. Each ``prox`` is replaced by the form that it produces.
 
     Raises:
-        ConfigError: a field names a prox that the method does not have.
+        ConfigError: a field refers to a prox that the method does not have.
     """
     kind: type[Value] = type(algorithm)
     fields = download_type(kind) if message == "down" else upload_type(kind)
@@ -289,9 +289,9 @@ def primary_field(algorithm: type[Value]) -> str:
 def replace_model(
     algorithm: type[Value], idle: tuple[Any, Any], model: Tensor, down: Any, rows: Any
 ) -> tuple[Any, Any]:
-    """Replace the model ``[m, .]`` in the upload and rows of clients that take no step.
+    """Replace the model ``[m, .]`` in the uploads and rows of clients that take no step.
 
-    If the model is sent as the difference from a field of the client's state, this field becomes the model.
+    If the model is sent as the difference from a field of the client's state, this field is set to the model.
 
     Args:
         algorithm: the method.

@@ -24,13 +24,13 @@ class Prototypes(NamedTuple):
 
 
 def shape_of(layout: Layout) -> tuple[int, int]:
-    """Return a model's numbers of classes and features, from its last matrix (one output stands for two classes)."""
+    """Return a model's numbers of classes and features, read from its last matrix (one output means two classes)."""
     outputs, features = list(layout.matrix_shapes.values())[-1]
     return max(2, outputs), features
 
 
 def require_bias(method: str, layout: Layout) -> None:
-    """Raise if the last layer of a model has no bias.
+    """Raise an error if the last layer of a model has no bias.
 
     Raises:
         ConfigError: the last layer of the model has no bias.
@@ -78,7 +78,7 @@ def shares(work: Work, like: Tensor) -> Tensor:
 
 
 def share_range(share: Tensor, work: Work) -> tuple[Tensor, float]:
-    """Return the range of valid shares ``[m, c]``: 0 without samples of a class, else at least that of one sample."""
+    """Return the range of valid shares ``[m, c]``: 0 without samples of a class, else at least one sample's share."""
     return torch.where(share > 0, 1 / work.sizes.to(share), 0.0), 1.0
 
 
@@ -87,9 +87,10 @@ def updated(prototypes: Tensor, has_prototype: Tensor, total: Tensor, share: Ten
 
     Args:
         prototypes: prototypes before the update.
-        has_prototype: mask of classes that had a prototype before the update.
-        total: mean over clients of the class's mean representation times its share of the client's samples, ``[c k]``.
-        share: mean over clients of the class's share of the client's samples, ``[c]``. If this share is 0, the
+        has_prototype: mask of the classes that had a prototype before the update.
+        total: mean, over clients, of the mean representation of the class times the class's share of the client's
+            samples, ``[c k]``.
+        share: mean, over clients, of the class's share of the client's samples, ``[c]``. If this share is 0, the
             prototype does not change.
     """
     has_samples = share > 0

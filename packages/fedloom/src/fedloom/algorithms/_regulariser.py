@@ -1,4 +1,4 @@
-"""Nonsmooth terms of composite problems. A term is a function with a prox, or None if there is no term."""
+"""Nonsmooth terms of composite problems. A term is a function that has a prox, or None if there is no term."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
 
 
 def with_prox(f: object) -> Prox | None:
-    """Convert a regularizer to a function with a prox. None stays None."""
+    """Convert a regularizer to a function that has a prox. None stays None."""
     return f if isinstance(f, Prox) else None
 
 
@@ -47,7 +47,10 @@ def unregularised(method: Any, then: str = "makes models without zeros", c: floa
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """Return prox_{t f}(v) for v ``[d]`` or ``[m, d]``, where t is a number or ``[m, 1]``. If f is None, return v."""
+    """Return prox_{t f}(v) for v ``[d]`` or ``[m, d]``, where t is a number or ``[m, 1]``.
+
+    If f is None, return v itself.
+    """
     return f.prox(v, t, layout) if isinstance(f, Prox) else v
 
 
@@ -68,7 +71,7 @@ def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ct
 
 
 Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
-"""Choice of models that are the sum of a global and a personal part, each of which has low rank or is sparse."""
+"""Choice of models that are the sum of a global and a personal part. Each part has low rank or is sparse."""
 
 
 def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:

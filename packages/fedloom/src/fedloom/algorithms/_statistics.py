@@ -1,9 +1,10 @@
 """Sums of features and labels from which the best linear head over all clients is computed in closed form.
 
-Let z be the k features of a sample followed by a 1, and t its target with one number per output. A client computes
-S_zz, the mean of z z', and S_zt, the mean of z t'. The mean of these matrices over clients, weighted by samples, equals
-the mean over all rows, no matter how the rows are distributed over clients. The head (S_zz + diag(r, ..., r, 0))^-1
-S_zt, which is the solution of ridge regression, therefore does not depend on this distribution either.
+Let z be the k features of a sample followed by a 1, and let t be the sample's target, which contains one number per
+output. A client computes S_zz, the mean of z z', and S_zt, the mean of z t'. The mean of these matrices over clients,
+weighted by samples, equals the mean over all rows, no matter how the rows are distributed over clients. The head (S_zz
++ diag(r, ..., r, 0))^-1 S_zt, which is the solution of ridge regression, therefore does not depend on this distribution
+either.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """Statistics sent ``[m, s]`` of a client that the server already has.
+    """Statistics ``[m, s]`` of each client that the client has sent and the server has stored.
 
-    The statistics are 0 before the client participates.
+    The statistics are 0 until the client participates.
     """
 
     sent: Tensor
@@ -64,7 +65,7 @@ class FeatureSums(NamedTuple):
 
 
 def outputs_of(layout: Layout) -> int:
-    """Return the number of outputs of a model, from its last matrix."""
+    """Return a model's number of outputs, read from its last matrix."""
     return list(layout.matrix_shapes.values())[-1][0]
 
 
@@ -81,7 +82,7 @@ def start(x0: Tensor, layout: Layout) -> tuple[Server, Client, None]:
 
 
 def samples_of(part: Features, outputs: int) -> tuple[Tensor, Tensor]:
-    """Return features followed by a 1 ``[N, k + 1]``, and targets ``[N, c]``: 1 and 0, or 1 and -1 for one output."""
+    """Return features ``[N, k + 1]`` that end with a 1, and targets ``[N, c]``: 1 and 0, or 1 and -1 for one output."""
     z = part.z.double()
     z = torch.cat([z, torch.ones_like(z[:, :1])], 1)
     y = part.y.long()
@@ -106,13 +107,13 @@ def statistics(x: Tensor, work: Work) -> Tensor:
 
 
 def sent_fields(x: Tensor, rows: Client, work: Work) -> tuple[Up, Client]:
-    """Return the uploads and the new states of clients. The upload of a client that takes no step is 0."""
+    """Return the uploads and the new states of clients. The upload of a client that takes no steps is 0."""
     now = where_moved(work, statistics(x, work), rows.sent)
     return Up(now - rows.sent), Client(now)
 
 
 def moments_of(row: Tensor, layout: Layout) -> FeatureSums:
-    """Return statistics ``[..., s]`` in the form of matrices."""
+    """Return statistics ``[..., s]`` as matrices."""
     rounding, size, row = torch.finfo(row.dtype).eps, shape_of(layout)[1] + 1, row.double()
     upper = torch.triu_indices(size, size, device=row.device)
     zz = row.new_zeros(*row.shape[:-1], size, size)
@@ -125,10 +126,10 @@ def head_from(
 ) -> Tensor:
     """Return the least-squares head ``[..., k + 1, c]``, with a ``ridge`` penalty on all rows except the last.
 
-    The last row is the bias, which has the penalty too if ``penalize_bias`` is set. The bias is 0 for a model whose
-    last layer has no bias. If the ridge is below the rounding error of the sums, the head ignores directions in which
-    the sums are below this error, by the rule of `numpy.linalg.matrix_rank`. If several heads are optimal, the head
-    with the smallest norm is returned.
+    The last row is the bias, which is also penalized if ``penalize_bias`` is set. The bias is 0 for a model whose last
+    layer has no bias. If the ridge is below the rounding error of the sums, the head ignores directions in which the
+    sums are below this error, by the rule of `numpy.linalg.matrix_rank`. If several heads are optimal, the head with
+    the smallest norm is returned.
     """
     features = shape_of(layout)[1]
     used = features + 1 if bias and bias_of(layout) is not None else features

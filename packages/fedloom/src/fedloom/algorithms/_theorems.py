@@ -1,4 +1,4 @@
-"""Theorems that papers prove about their methods, and the conditions on other parts of a run under which they hold."""
+"""Theorems that papers prove about their methods, and the conditions that other parts of a run must satisfy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Theorem(NamedTuple):
     Attributes:
         proves: statement of the theorem, worded to follow a colon.
         needs: conditions of the theorem, worded to follow "It needs".
-        defaults: sentence about a condition that the default settings violate. The sentence is empty if the default
-            settings satisfy all conditions.
+        defaults: sentence about a condition that the default settings violate. If the default settings satisfy all
+            conditions, the sentence is empty.
         covers: kinds of other parts with which the theorem still holds, such as "sampler" if clients may be absent from
             rounds.
     """

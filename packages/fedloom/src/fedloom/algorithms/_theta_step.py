@@ -1,4 +1,4 @@
-"""Step that computes a personal model, theta ~ prox_{f/lam}(center), with one of three solvers."""
+"""Step that computes a personal model, theta ~ prox_{f/lam}(center), by one of three solvers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ThetaStep(Algorithm):
 
         Args:
             theta: current personal models ``[m, d]``.
-            centre: centers ``[m, d]`` to which the personal models are pulled.
+            centre: centers ``[m, d]`` toward which the personal models are pulled.
             eps: tolerances ``[m, 1]`` of the personal models.
             work: the clients' local problems.
 

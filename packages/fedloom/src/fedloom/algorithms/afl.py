@@ -1,4 +1,4 @@
-"""AFL: agnostic federated learning, which trains the best model for the worst mixture of clients.
+"""AFL: agnostic federated learning, which trains the model that is best for the worst mixture of clients.
 
 Problem: min over x, max over l in the simplex, of sum_i l_i f_i(x).
 
@@ -11,29 +11,30 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
     gamma_w        local lr    step size of w
     gamma_lambda   lambda_lr   step size of lambda
 
-Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives losses
-of individual clients.
+Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, share, loss). The server receives the
+losses of individual clients.
 
-Deviations: a client takes several local steps instead of one, and the server weights a client's change in proportion to
-lam_i within the cohort. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i. With all
-clients and one full-batch step, the round equals a step of the paper. The losses of a cohort, multiplied by n/m, are an
-unbiased estimate of the losses of all clients. The result is the last iterate instead of the mean of all iterates.
-Uploads contain the change multiplied by share. For weighers and samplers, a client's model is therefore x + dw.
+Deviations: a client takes several local steps instead of one, and within the cohort, the server weights a client's
+change in proportion to lam_i. share is lam_i/alpha_i, which is 1 at the start, and the mean is weighted by alpha_i.
+With all clients and one full-batch step, a round equals one step in the paper. The losses of a cohort, multiplied by
+n/m, are an unbiased estimate of the losses of all clients. The result is the last iterate instead of the mean of all
+iterates. Uploads contain the change multiplied by share. For weighers and samplers, a client's model is therefore x +
+dw.
 
 Defaults: gamma_lambda is a radius divided by the square root of the sum of all squared gradient norms so far (step
 "adaptive"). This step size is that of adaptive projected ascent (Streeter and McMahan 2010, arXiv:1002.4862; Duchi,
-Hazan, Singer, JMLR 2011). With it, scaling all losses by the same factor does not change the mixtures. A gradient
-consists of the losses of a cohort, multiplied by n/m. The radius 1/sqrt(n) covers all mixtures in which the weight of
-each client is between 0 and twice the mean weight. If lambda_lr is set, it is the step size itself (step "fixed"), as
-in the paper. If only step = "fixed" is set, the step size is 1/(n sqrt(rounds)), which assumes losses of order one. If
-no model can reduce the loss of a client, for instance because its targets are noisy, this client ends with most of the
-weight, at the expense of the other clients. This is not a defect: it is the solution of the stated problem.
+Hazan, Singer, JMLR 2011). With this step size, scaling all losses by the same factor does not change the mixtures. A
+gradient consists of the losses of a cohort, multiplied by n/m. The radius 1/sqrt(n) covers all mixtures in which each
+client's weight is between 0 and twice the mean weight. If lambda_lr is set, it is the step size itself (step "fixed"),
+as in the paper. If only step = "fixed" is set, the step size is 1/(n sqrt(rounds)), which assumes losses of order one.
+If no model can reduce the loss of a client, for instance because its targets are noisy, this client eventually receives
+most of the weight, at the expense of the other clients. This is not a defect: it is the solution of the stated problem.
 
 Replayed: the projection in litian96/fair_flearn (f097971), used in that code's AFL loop, produces the same x and lambda
 to within 1e-15, with one full step and a fixed step size for lambda. The final model in their code is the mean of all
 iterates.
 
-Use it to limit the loss of the worst client, if there are few clients and all of them participate often.
+Use this method to limit the loss of the worst client, if there are few clients and all of them participate often.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Model x ``[d]``, and share ``[m, 1]``, the mixture weight of each client relative to its share alpha_i."""
+    """Model x ``[d]`` and share ``[m, 1]``, the mixture weight of each client relative to its share alpha_i."""
 
     x: Tensor
     share: Tensor
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, which is share times the change of the model, with the share and the loss, both ``[m, 1]``."""
+    """dw ``[m, d]``, the share times the change of the model, with the share and the loss, both ``[m, 1]``."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     share: Annotated[Tensor, Mean()]

@@ -17,23 +17,23 @@ Kept by a client: s, the statistics that it has sent. Sent per round: d down and
 (k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client sends
 only zeros.
 
-Deviations: clients send the sums X' X and X' Y, while the paper's clients send their heads and X' X. The resulting head
-is the same, but the paper's gamma, its later removal and the recursion over clients are not needed. Heads have a bias.
-Sums are divided by the number of samples.
+Deviations: clients send the sums X' X and X' Y, whereas the paper's clients send their heads and X' X. The resulting
+head is the same, but the paper's gamma, its later removal, and the recursion over clients are not needed. Heads have a
+bias. Sums are divided by the number of samples.
 
-The body is the body of the initial model: random features of an untrained network, or a network that the user has
-trained. For a model without a hidden layer, the method is linear ridge regression. Learning rate, epochs and batches
-have no effect. If shares are proportional to samples, the head depends neither on how rows are distributed over clients
-nor on the order in which clients participate, once each client has participated. Outputs are least-squares fits to 0
-and 1, and their softmax is not a probability. Compare accuracies instead of losses.
+The body is taken from the initial model: it consists of the random features of an untrained network, or of a network
+that the user has trained. For a model without a hidden layer, the method is linear ridge regression. Learning rate,
+epochs and batches have no effect. If shares are proportional to the numbers of samples, then once every client has
+participated, the head depends neither on how rows are distributed over clients nor on the order of participation.
+Outputs are least-squares fits to 0 and 1, and their softmax is not a probability. Compare accuracies instead of losses.
 
 Replayed: the local solutions, the recursion over clients and the removal of gamma (1 and 10) of
-ZHUANGHP/Analytic-federated-learning (1e7c2d99), on features with a 1, give the same head, to 1e-14.
+ZHUANGHP/Analytic-federated-learning (1e7c2d99), on features with a 1, give the same head to within 1e-14.
 
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
 attacker's share.
 
-Use it if a good frozen body is available, and labels are skewed or rounds are expensive.
+Use this method if a good frozen body is available, and labels are skewed or rounds are expensive.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ public code mixes outputs instead of parameters, which is equivalent for a linea
 Replayed: the functions of MLOPTPSU/FedTorch (ab8068d), called in the order of that code's loop, produce the same w and
 v to within 1e-15, with ``mix = "after"`` and a fixed alpha on a linear model.
 
-Use it if clients differ in how much they benefit from federation. ``adaptive`` learns the share alpha. With alpha = 0
-the method equals FedAvg, and with alpha = 1 it equals Local.
+Use this method if clients differ in how much they benefit from federation. ``adaptive`` learns the share alpha. With
+alpha = 0, the method equals FedAvg, and with alpha = 1, it equals Local.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CFL: recursive clustering. Clients that pull their model in different directions are split into separate clusters.
+"""CFL: recursive clustering. Clients that pull their model in different directions are assigned to separate clusters.
 
 Problem: min over x_1..x_k of sum_i alpha_i f_i(x_c(i)). Training determines the clusters c(i) and their number.
 
@@ -14,26 +14,27 @@ learning).
     g(alpha)     gap      smallest gap for a split: smallest cosine within a part minus largest across parts
 
 Kept by a client: nothing. The server stores the client's last dw and its cluster. Sent per round: d down, d up. The
-server receives the changes of individual clients, so it supports neither secure aggregation nor robust rules.
+server receives the changes of individual clients, so neither secure aggregation nor robust rules are supported.
 
 Deviations: the paper uses two thresholds, eps_1 on the mean change and eps_2 on the longest change. Suitable values
 depend on the model and the step size. Here, a single option sets the ratio of the two thresholds (0.4/1.6 in the public
-code). The bipartition is optimal, as in the paper. The public code clusters by complete linkage, and in the round of a
-split, its new clusters already average their own changes. A cluster may be split once each member has participated
-since the last split. Absent members are represented by their last change. The bound on gradient noise is omitted, as in
-the public code. Clients that join later are added to the first client's cluster.
+code). The bipartition is optimal, as in the paper. The public code uses complete-linkage clustering, and in the round
+of a split, its new clusters already average their own changes. A cluster may be split once each of its members has
+participated since the last split. Absent members are represented by their last change. The bound on gradient noise is
+omitted, as in the public code. Clients that join later are added to the first client's cluster.
 
-Defaults: a separation gap of 0.1 decides, together with a large ratio from the paper's range. By the paper's
-definition, clients form two groups if the gap is positive. In practice, a positive gap appears long before the mean
-change is short. With random cosines, a gap of 0.1 occurs in 40 % of clusters with 4 clients, 7 % with 5 and 0.6 % with
-6. Smaller clusters are therefore not split. No cluster is split in the first fifth of the rounds.
+Defaults: clusters are split at a separation gap of 0.1, and the ratio is a large value from the paper's range. By the
+paper's definition, clients form two groups if the gap is positive. In practice, the gap becomes positive long before
+the mean change is short. With random cosines, a gap of 0.1 occurs in 40 % of clusters with 4 clients, in 7 % with 5
+clients and in 0.6 % with 6 clients. Smaller clusters are therefore not split. No cluster is split in the first fifth of
+the rounds.
 
 Replayed: clients and server of felisat/clustered-federated-learning (23a1c388) produce the same models and clusters to
 within 1e-15, with the thresholds, splits and means used here. The authors' notebook confuses positions in a cluster
-with client ids, so a second split is wrong there.
+with client ids, so a second split gives wrong results there.
 
-Use it if clients fall into groups whose number is unknown. If ratio = 0, or if clients do not form groups, the method
-equals FedAvg, and a warning is issued.
+Use this method if clients fall into groups and the number of groups is unknown. If ratio = 0, or if clients do not form
+groups, the method equals FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DBE: a separate memory takes over the client-specific part of the mean representation from the body.
+"""DBE: a separate memory relieves the body of the client-specific part of the mean representation.
 
 Problem: min over x and m_1..m_n of sum_i alpha_i (f_i(x, m_i) + kappa/2 mean over features of (zbar_i - zbar)^2), m_i
 added to the representation.
@@ -18,18 +18,18 @@ Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up. The k nu
 the first round.
 
 Deviations: the consensus is computed in the first round, in which the cohort takes a round of FedAvg. In the paper, all
-clients first train for one epoch. A client contributes the mean representation of its samples after training. A head
-applied to z + m equals a head with a different bias applied to z, so the personal model is a single network. Means over
-batches are computed without dropout.
+clients first train for one epoch. Each client contributes the mean representation of its samples after training. A head
+applied to z + m is equivalent to a head with a different bias applied to z, so the personal model is a single network.
+Means over batches are computed without dropout.
 
 Replayed: once the consensus is known, clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and
 memories to within 1e-15.
 
-Defaults: kappa = 1. The paper's value of 50 is meant for 512 features, and a small network has fewer features. Momentum
-1.
+Defaults: kappa = 1. The paper's value of 50 is intended for 512 features, whereas a small network has fewer features.
+Momentum 1.
 
-Use it if clients observe the same kinds of objects under different conditions. With kappa = 0 and no memory, the method
-equals FedAvg. The head of the model must have a bias.
+Use this method if clients observe the same kinds of objects under different conditions. With kappa = 0 and no memory,
+the method equals FedAvg. The head of the model must have a bias.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fedloom.rows.layout import Layout
 class Server(NamedTuple):
     """Model x ``[d]``, and the consensus mean ``[k]`` of the representations.
 
-    formed ``[1]`` is 1 once the mean exists.
+    formed ``[1]`` is 1 as soon as the mean exists.
     """
 
     x: Tensor

@@ -1,4 +1,4 @@
-"""Ditto: a personal model that is pulled to the global model while the global model is being trained.
+"""Ditto: a personal model that is pulled toward the global model while the global model is being trained.
 
 Problem: min over v_i of f_i(v_i) + lam/2 ||v_i - w*||^2 with w* a minimizer of the global problem.
 
@@ -16,17 +16,17 @@ Kept by a client: d (v). Sent per round: d down, d up.
 Deviations: the global model is trained by FedAvg with the run's aggregator (the paper allows any solver). The global
 and the personal branch use the same batches unless ``batches = "own"``. v takes as many steps as w unless
 ``personal_epochs`` is set. ``branch = "own"`` gives Ditto as in FLAME's public code (zsk66/FLAME): the global branch
-continues from the client's own w_k and takes one batch per epoch, so the global model is a mean of purely local runs. A
-client then stores d more numbers.
+continues from the client's own w_k and takes one batch per epoch, so that the global model is a mean of purely local
+runs. A client then has to store d more numbers.
 
 Defaults: lam = 2/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
-steps). This pull equals that of FLAME and is chosen for the same reasons. With a constant pull, v would equal the
-global model if rounds are long, and it would equal the model of Local if rounds are short.
+steps). This pull equals FLAME's pull, and is chosen for the same reasons. With a constant pull, v would equal the
+global model if rounds were long, and would equal the model of Local if rounds were short.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
-Use it for personal models that remain useful under attack or with little data: lam = 0 gives Local, and a larger lam
-moves the models towards the global model.
+Use this method for personal models that remain useful under attack or with little data: lam = 0 gives Local, and a
+larger lam moves the models towards the global model.
 """
 
 from __future__ import annotations

@@ -16,23 +16,24 @@ Kept by a client: s, the statistics that it has sent. Sent per round: d down and
 (k + 1) c numbers for k features and c outputs. Clients do not send a model, and after its first upload a client sends
 only zeros.
 
-Deviations: if the head of the model has a bias, the bias is 0, as in the paper. The released code appends a constant
+Deviations: if the head of the model has a bias, this bias is 0, as in the paper. The released code appends a constant
 feature (``bias``), penalizes its weight like the other weights, and divides it by the norm of the class's other
 weights. Sums are divided by the number of samples. Random Fourier features (Fed3R-RF) correspond to a model with a
-frozen body of random weights. To fine-tune from the computed head (Fed3R-FT), start a run of another method from this
-model.
+frozen body of random weights. To fine-tune from the computed head (Fed3R-FT), start a run of a different method from
+this model.
 
-The weights of each class are divided by their norm, as in the paper, so that no class wins only because its weights are
-large. Without this normalization, the method equals analytic-fl with a ridge and no bias. Learning rate, epochs and
-batches have no effect. If shares are proportional to samples, the head does not depend on how rows are distributed over
-clients.
+The weights of each class are divided by their norm, as in the paper, so that a class cannot win only because its
+weights are large. Without this normalization, the method equals analytic-fl with a ridge and no bias. Learning rate,
+epochs and batches have no effect. If shares are proportional to the numbers of samples, the head does not depend on how
+rows are distributed over clients.
 
-Replayed: the sums, the solution and the normalization of Erosinho13/Fed3R (c2a8e5de) give the same heads, to 1e-14.
+Replayed: the sums, the solution and the normalization of Erosinho13/Fed3R (c2a8e5de) give the same heads to within
+1e-14.
 
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
 attacker's share.
 
-Use it if a good frozen body is available and there are many classes, or as a starting point for other methods.
+Use this method if a good frozen body is available and there are many classes, or as a starting point for other methods.
 """
 
 from __future__ import annotations

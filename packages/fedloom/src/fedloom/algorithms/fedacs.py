@@ -1,4 +1,4 @@
-"""FedACS: every client starts from a mean of the most similar clients' models, weighted by attention.
+"""FedACS: every client starts from an attention-weighted mean of the most similar clients' models.
 
 Problem: min over w_1..w_n of sum_i F_i(w_i) + lambda R(W), where R is a similarity-weighted sum of squared distances.
 
@@ -14,18 +14,18 @@ Reference: "FedACS: Federated Learning with Attention-Based Client Selection", A
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
-Deviations: S, its quantile and Eq. 4 are computed over the cohort only. Algorithm 1 and Eq. 4 use all clients j = 1..n.
-Set ``among = "all"`` to use all clients as well, with the initial model for clients that have never participated, or
-``among = "seen"`` to leave these clients out. All clients start from the same model, so two clients that have never
-participated have the cosine 1. alpha_k is 1, which turns Eq. 3 into Eq. 4, so R and lambda have no effect. If ``lam``
-is set, alpha_k is lambda beta_k, as in Theorem 2.1. The comparison with delta uses >= and includes the client itself:
-with a strict comparison, the set would be empty if all models coincided. A client whose weights do not have a positive
-sum receives its own model. Models whose cosine is at least ``copies`` are treated as a single model, so that attackers
-who send equal models cannot determine the quantile. ``copies = "off"`` restores the paper's rule. The server receives
-individual models, so the method does not support secure aggregation.
+Deviations: S, its quantile and Eq. 4 are computed only over the cohort. Algorithm 1 and Eq. 4 use all clients j = 1..n.
+Set ``among = "all"`` to use all clients, with the initial model for clients that have never participated, or ``among =
+"seen"`` to omit these clients. All clients start from the same model, so two clients that have never participated have
+the cosine 1. alpha_k is 1, which turns Eq. 3 into Eq. 4, so that R and lambda have no effect. If ``lam`` is set,
+alpha_k is lambda beta_k, as in Theorem 2.1. Similarities are compared with delta by >=, and the client itself is
+included: with a strict comparison, the set would be empty if all models coincided. A client whose weights do not have a
+positive sum receives its own model. Models whose cosine similarity is at least ``copies`` are treated as a single
+model, so that attackers who send equal models cannot determine the quantile. ``copies = "off"`` restores the paper's
+rule. The server receives the models of individual clients, so the method does not support secure aggregation.
 
-Use it if clients form groups that are not known in advance. A larger ``quantile`` means a higher threshold and less
-collaboration. With quantile = 1, the method equals Local.
+Use this method if clients form groups that are not known in advance. A larger ``quantile`` means a higher threshold and
+less collaboration. With quantile = 1, the method equals Local.
 """
 
 from __future__ import annotations

@@ -16,21 +16,21 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
 Kept by a client: 2d (u, y). Sent per round: d down, d up.
 
 Deviations: in Delta_i, the public code uses theta in place of the old w_i. This difference gives theta = 2 mean(w_i) -
-theta, which is a different method. Here, Delta_i is that of the paper, with eta = |S|/n from the paper's theory. The
-paper's experiments use eta = 1, which suits the public code if few clients participate. Clients train for the run's
-number of epochs. In the paper, this number is random.
+theta, which is a different method. Here, Delta_i is the paper's Delta_i, with eta = |S|/n from the paper's theory. The
+paper's experiments use eta = 1, which is suitable for the public code if few clients participate. Clients train for the
+run's number of epochs. In the paper, this number is random.
 
 Replayed: the clients of YonghaiGong/FedADMM (1efef575) produce the same theta and y_i to within 1e-14, once their
 Delta_i uses the old w_i, with server_lr = 1 and |S|/n.
 
 Defaults: rho = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). If the
 gradient is constant, the server's model then moves by 1/rho times the gradient per round, which is FedAvg's speed.
-server_lr is |S|/n, so the server's model is the mean of u over all clients. Delta_i contains all changes of theta since
-the client's last round, and a larger server_lr adds these changes a second time. With server_lr = 1 and one client in
-ten, theta nearly doubles in every round.
+server_lr is |S|/n, so that the server's model is the mean of u over all clients. Delta_i contains all changes of theta
+since the client's last round, and if server_lr is larger, these changes are added a second time. With server_lr = 1 and
+one client in ten, theta nearly doubles in every round.
 
-Use it to train one global model if clients differ. If most clients are absent, the model moves little, and a warning is
-issued.
+Use this method to train one global model if clients differ. If most clients are absent, the model moves little, and a
+warning is issued.
 """
 
 from __future__ import annotations

@@ -23,12 +23,13 @@ both cases. Local training starts at the client's own x_i, or at xbar with ``sta
 
 Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at
 the server's model. If the gradient is constant, the server's model then moves by eta times the gradient per round,
-which is FedAvg's speed. If local training started at x_i, the server's model would move by only 1 - 1/e of this
-distance. If eta is set, local training starts at x_i, as in the paper. There is no default regularizer, because the
-regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued.
+which is FedAvg's speed. If local training started at x_i, the server's model would move by only the fraction 1 - 1/e of
+this distance. If eta is set, local training starts at x_i, as in the paper. There is no default regularizer, because
+the regularizer is part of the problem. Without a regularizer, no parameters of the models are zero, and a warning is
+issued.
 
-Use it for composite problems with partial participation, like FedDR, which equals this method if alpha = 1. If most
-clients are absent, the model moves little, and a warning is issued.
+Use this method for composite problems with partial participation, like FedDR, which equals this method if alpha = 1. If
+most clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inexact FedADMM (Zhou and Li): each dual step takes few linearized steps, and each round several dual steps.
+"""Inexact FedADMM (Zhou and Li): each dual step takes a few linearized steps, and each round takes several dual steps.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -14,14 +14,15 @@ Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 
     k_0          iterations        dual steps between two communications
     eps_i, nu_i  eps, shrink       tolerance of a local problem, multiplied by nu in every dual step
 
-Kept by a client: 2d + 2 (w, y, eps, r). The server stores its last u and r. Sent per round: d + 1 down and up.
+Kept by a client: 2d + 2 (w, y, eps, r). The server stores every client's last u and r. Sent per round: d + 1 down and
+up.
 
 Deviations: duals, penalty and gradients omit the paper's factor 1/n, and eps omits 1/n^2. The mean is weighted by the
-clients' shares. The paper's formula for r_i is for linear models. Here, r_i starts at 1/lr and is adapted. If the
+clients' shares. The paper's formula for r_i applies to linear models. Here, r_i starts at 1/lr and is adapted. If the
 curvature k along the last step exceeds 2 (r + sigma), r is set to k/2, which ensures that L decreases. If ||change of
 g|| < r/4 ||change of w||, r is reduced, but at most by half and never below sigma. With r = k, networks would become
 sharper and sharper (Roulet et al., arXiv:2407.06183). The value of r that is sent is limited to the range from e^-10/lr
-to e^10/lr, so a client of weight w changes sigma by at most the factor e^(20 w). All clients share the same sigma,
+to e^10/lr, so that a client of weight w changes sigma by at most the factor e^(20 w). All clients share the same sigma,
 which is r0 times the geometric mean of the r_i. sigma is updated only if it differs from this value by a factor above
 1.9, because the u of absent clients was computed with an older sigma. If ``rho`` is set, sigma and r are fixed, and r_i
 = 1/lr. Epochs, steps and batch size have no effect. The schedule has no effect either, unless a batch size is set.
@@ -30,7 +31,7 @@ r_i, once its dual step starts at x_i instead of x and evaluates the gradient th
 
 Defaults: r0 = 1/inner, and up to five linearized steps (six full gradients), which cover 0.6 of the way to a solution.
 
-Use it if full gradients are cheap to compute.
+Use this method if full gradients are cheap to compute.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Message u ``[m, d]``, and curvature ``[m, 1]``, which is log(r lr)/10.
+    """Message u ``[m, d]`` and curvature ``[m, 1]``, where the curvature is log(r lr)/10.
 
     The curvature is small compared to u, so it survives clipping and noise.
     """

@@ -1,9 +1,9 @@
-"""FedAMP: each client receives its own mixture of models, so clients with similar models attract each other.
+"""FedAMP: each client receives a different mixture of models, so that clients with similar models attract each other.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t/sigma).
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
-Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have not published any code.
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have not published their code.
 
     paper      here     meaning
     w_i        w        personal model, the last upload of every client
@@ -16,20 +16,21 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. The authors have not pu
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up. The server stores every w.
 
 Deviations: mixtures are computed over the cohort only. With ``among = "all"``, they are computed over the last models
-of all clients. In the paper, all clients participate. The paper requires alpha_k to be small enough that xi_ii is not
+of all clients. In the paper, all clients participate. In the paper, alpha_k must be small enough that xi_ii is not
 negative. Here, if xi_ii would be negative, the other weights are scaled to the sum 1. alpha_k stays constant over
-rounds unless ``decay`` is set (in the paper's experiments, it decreases in steps). Local training starts at the
+rounds unless ``decay`` is set (in the paper's experiments, it decreases in steps). Local training starts from the
 client's own w_i. With ``start = "server"``, it starts at u_i, as in FedACS.
 
 Defaults: alpha = reach sqrt(rounds)/2, where reach is the distance covered in a round (lr times the mean number of
-steps). The pull lam/alpha then equals FLAME's pull and is chosen for the same reasons. sigma = 2 (n - 1) alpha, so
+steps). The pull lam/alpha then equals FLAME's pull and is chosen for the same reasons. sigma = 2 (n - 1) alpha, so that
 xi_ii is at least 1/2.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, once the pull is
-squared and has a gradient (their code detaches the pull, so it has no effect).
+squared and has a gradient (their code detaches the pull, so that it has no effect).
 
-Use it with small models, between which distances are meaningful. For networks, use HeurFedAMP instead, which compares
-angles. The server receives individual models, so the method does not support secure aggregation.
+Use this method with small models, between which distances are meaningful. For networks, use HeurFedAMP instead, which
+compares angles. The server receives the models of individual clients, so the method does not support secure
+aggregation.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personali
     FIM trace  fisher  squared gradient of a batch's mean loss, summed over the batches of an epoch
 
 Kept by a client: d (w). Sent per round: the body's parameters down, and the same parameters plus 1 number up. The
-server receives the bodies of individual clients, so it supports neither secure aggregation nor robust rules.
+server receives the bodies of individual clients, so neither secure aggregation nor robust rules are supported.
 
-Deviations: all samples have equal weight in the alignment. In the public code, the classes in a batch have equal
-weight. The alignment uses the step size of the round, while the public code uses 0.01. In the authors' code, the
+Deviations: all samples have the same weight in the alignment. In the public code, the classes in a batch have equal
+weights. The alignment uses the step size of the round, whereas the public code uses 0.01. In the authors' code, the
 alignment of a client continues from the result of the previous client's alignment. A client's Fisher information is
-multiplied by the client's share alpha_i. Absent clients compute nothing. The personal model is the client's own model
-after training.
+multiplied by the client's share alpha_i. Absent clients do not compute anything. The personal model is the client's own
+model after training.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, with equal shares,
 ``lr`` = 0.01 and equal weights of all samples in the alignment.
@@ -29,9 +29,9 @@ Attackers: a forged model is weighted by the Fisher information of the forged mo
 clients, an upload of noise moved x 4.3 times as far as in FedAvg, and an upload with a flipped sign moved x 0.2 times
 as far.
 
-Use it if heads are personal and few clients participate per round, so that the body changes a lot between a client's
-rounds. Without alignment and with a single client, the method equals Local. If the whole model is the head, the method
-also equals Local, and a warning is issued.
+Use this method if heads are personal and few clients participate per round, so that the body changes a lot between a
+client's rounds. Without alignment and with a single client, the method equals Local. If the whole model is the head,
+the method also equals Local, and a warning is issued.
 """
 
 from __future__ import annotations

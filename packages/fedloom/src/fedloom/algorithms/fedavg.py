@@ -13,10 +13,10 @@ Networks from Decentralized Data", AISTATS 2017, arXiv:1602.05629v4, Algorithm 1
 Kept by a client: nothing. Sent per round: d down, d up.
 
 Deviations: none by default. A client is weighted by its share n_k/n of all samples. ``client_weights = "uniform"``
-gives the unweighted mean. The server's step may have a length ``server_lr`` other than 1, which is the paper's value.
+gives the unweighted mean. The server's step may have a length ``server_lr`` other than 1, the value in the paper.
 
-Use it as the baseline of every comparison. If clients differ and take several local steps, the limit of the method is
-biased.
+Use this method as the baseline of every comparison. If clients differ and take several local steps, the limit of the
+method is biased.
 """
 
 from __future__ import annotations

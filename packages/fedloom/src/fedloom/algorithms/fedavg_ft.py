@@ -1,10 +1,10 @@
 """FedAvg-FT: FedAvg, followed by a few local steps in which every client fine-tunes the model.
 
-Problem: min over x of sum_i alpha_i f_i(x). From the solution, client i takes a few steps towards min over v_i of
+Problem: min over x of sum_i alpha_i f_i(x). From the solution, client i takes a few steps toward min over v_i of
 f_i(v_i).
 
 Reference: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation", arXiv:2002.04758v3,
-Section 4.1 (fine-tuning). The mean is that of FedAvg.
+Section 4.1 (fine-tuning). The mean is the same as in FedAvg.
 
     paper    here         meaning
     G_T      x            server's model
@@ -12,19 +12,20 @@ Section 4.1 (fine-tuning). The mean is that of FedAvg.
     E        epochs       passes of the adaptation over the client's training part, or ``steps``
     eta      lr           step size of the adaptation
 
-Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed from the server's newest model
-whenever it is needed, which is at an evaluation or at the end. The personal model is never sent, so other results do
-not depend on when it is computed. The gradients of the fine-tuning are recorded as work of the round that precedes it.
+Kept by a client: nothing. Sent per round: d down, d up. The personal model is computed from the server's most recent
+model whenever it is needed, which is at each evaluation and at the end. The personal model is never sent, so other
+results do not depend on when it is computed. The gradients of the fine-tuning are recorded as work of the preceding
+round.
 
 Deviations: all parameters are fine-tuned by the run's local SGD, including momentum and weight decay.
 
 Replayed: the rounds and the fine-tuning in the clients of KarhouTam/FL-bench (06e658bc) produce the same models to
 within 1e-15. Their code skips batches with a single sample.
 
-Defaults: five epochs with the step size of the round. If there are as many fine-tuning epochs as rounds, fine-tuning
-costs as much as the training in FedAvg. With 0 epochs, the method equals FedAvg.
+Defaults: five epochs with the step size of the round. If the number of fine-tuning epochs equals the number of rounds,
+fine-tuning costs as much as FedAvg's training. With 0 epochs, the method equals FedAvg.
 
-Use it as the first baseline in every comparison of personalized methods.
+Use this method as the first baseline in every comparison of personalized methods.
 """
 
 from __future__ import annotations

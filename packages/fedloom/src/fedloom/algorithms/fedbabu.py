@@ -1,6 +1,6 @@
-"""FedBABU: rounds train only the body, and the head keeps its random initial values.
+"""FedBABU: only the body is trained in the rounds, and the head keeps its random initial values.
 
-Afterwards, each client fine-tunes both.
+Afterwards, each client fine-tunes both of them.
 
 Problem: min over phi of sum_i alpha_i f_i(h, phi) for a fixed h. From the solution, client i takes a few steps on f_i.
 
@@ -14,20 +14,21 @@ Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation fo
     tau_f       epochs        epochs of the fine-tuning
 
 Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
-is computed when it is needed, and it is never sent. The gradients of the fine-tuning are recorded as work of the round
-that precedes it.
+is computed only when it is needed, and it is never sent. The gradients of the fine-tuning are recorded as work of the
+preceding round.
 
 Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same bodies and fine-tuned models to within 1e-15,
-once the last mean is sent to the clients before fine-tuning. In their code, each client fine-tunes the body from its
-own last round.
+once that code sends the last mean to the clients before fine-tuning. In their code, each client fine-tunes the body
+that it obtained in its own last round.
 
 Defaults: whole models are fine-tuned for 5 epochs, as in the paper's tables. If a quarter of the run's local epochs is
-more, this number is used, because the head must be learned from random values with the run's step size.
+a larger number, that number is used, because the head must be learned from random values with the run's step size.
 
-Use it if clients share features but not labels, and new clients will join, because the shared body does not depend on
-the labels of the head. If the whole model is the head, the rounds train nothing, and a warning is issued.
+Use this method if clients share features but not labels, and new clients will join, because the shared body does not
+depend on the labels of the head. If the whole model is the head, the rounds do not train anything, and a warning is
+issued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedBN: all parameters are shared except those of the normalization layers, which stay with the client.
+"""FedBN: all parameters are shared except the parameters of the normalization layers, which stay with the client.
 
 Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), where b are the affine parameters of the normalization
 layers.
@@ -12,14 +12,16 @@ Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/F
 
 Kept by a client: the parameters of its normalization layers. Sent per round: all other parameters, down and up.
 
-Deviations: the statistics of the normalization layers are not parameters. For evaluation, they are computed from the
-client's own training part. All kinds of normalization layers are recognized by the shapes of their parameters: a weight
-with fewer than two dimensions, or with the shape of the bias. A PReLU layer is recognized too, because it has the same
-shapes. ``layers`` names others. A model without such layers is rejected, because the method would equal FedAvg.
+Deviations: the statistics of the normalization layers are not parameters. For evaluation, these statistics are computed
+from the client's own training part. All kinds of normalization layers are recognized by the shapes of their parameters:
+a weight with fewer than two dimensions, or with the shape of the bias. A PReLU layer is also recognized, because it has
+the same shapes. ``layers`` names others. A model without such layers is rejected, because the method would equal
+FedAvg.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models, to 1e-15.
+Replayed: the clients of fluke-fl 0.8.1 on PyPI give the same models to within 1e-15.
 
-Use it if features differ between clients, for example because of different scanners or cameras, but labels do not.
+Use this method if features differ between clients, for example because of different scanners or cameras, but labels do
+not.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """The k parameters ``[m, k]`` of the client's normalization layers."""
+    """The k parameters ``[m, k]`` of the clients' normalization layers."""
 
     norm: Tensor
 

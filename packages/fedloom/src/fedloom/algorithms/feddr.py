@@ -17,11 +17,11 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
 Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank, depending on the prox), d up. The server
 stores every client's last u.
 
-Deviations: clients start with x_i = y_i = x^0. A client's first round is the step that the paper takes before round one
-(x_i = prox of x^0). Clients send u instead of the difference from the last u. The server's mean over all clients is the
-same in both cases. In the public code, y starts at zero, and clients are weighted by samples. Local training starts at
-xbar, which would make no difference to an exact prox. With ``start = "own"``, it starts at the client's x_i, as in the
-public code.
+Deviations: clients start with x_i = y_i = x^0. A client's first round corresponds to the step that the paper takes
+before round one (x_i = prox of x^0). Clients send u itself instead of the difference from the last u. The server's mean
+over all clients is the same in both cases. In the public code, y starts at zero, and clients are weighted by samples.
+Local training starts at xbar. With an exact prox, the starting point would make no difference. With ``start = "own"``,
+it starts at the client's x_i, as in the public code.
 
 Replayed: clients and server of unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i, y_i and xbar to
 within 1e-15, with and without L1 and with absent clients, once their y_i and xhat_i start at x^0.
@@ -31,13 +31,13 @@ training starts at xbar. Let c_i be the fraction of the distance to the prox tha
 be the mean of 1/c_i. If the gradient is constant, the server's model moves by eta/((1 - 1/alpha) m + 2/alpha - 1). This
 distance is 1.6 reach if clients have equal sizes (c = 0.39). The distance still equals FedAvg's reach if m is 4, for
 instance if some clients take a tenth of the steps. If local training starts from the client's own x_i, the server's
-model moves by eta/(m - 1 + 1/alpha), so a single small client slows down all others. There is no default regularizer,
-because the regularizer is part of the problem. Without a regularizer, models have no zeros, and a warning is issued.
-The paper's experiments use L1 with c = 0.01.
+model moves by eta/(m - 1 + 1/alpha), so that a single small client slows down all other clients. There is no default
+regularizer, because the regularizer is part of the problem. Without a regularizer, no parameters of the models are
+zero, and a warning is issued. The paper's experiments use L1 with c = 0.01.
 
-Use it for composite problems with partial participation. If most clients are absent, the model moves little, and a
-warning is issued. With a large eta and few local steps, the method behaves like local training. The threshold that the
-regularizer applies at the server is eta times the regularizer's weight.
+Use this method for composite problems with partial participation. If most clients are absent, the model moves little,
+and a warning is issued. If eta is large and there are few local steps, the method behaves like local training. The
+regularizer's threshold at the server is eta times the regularizer's weight.
 """
 
 from __future__ import annotations

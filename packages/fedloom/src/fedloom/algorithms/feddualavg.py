@@ -19,7 +19,7 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
 Deviations: the server computes t from values that clients report, because step sizes and numbers of steps may change.
-If step sizes and numbers of steps are constant, t equals that of the paper. A weigher that uses the received model gets
+If step sizes and numbers of steps are constant, t equals the paper's t. A weigher that uses the received model receives
 z instead. Replayed: the clients and server steps of hongliny/FCO-ICML21 (03b0d47e), in TensorFlow, produce the same z
 and w to within 1e-15, once its L1 prox covers all parameters, as here. In their code, the prox covers only the kernels
 of dense layers.
@@ -27,8 +27,8 @@ of dense layers.
 Defaults: there is no regularizer, because the regularizer is part of the problem. Without a regularizer, the method
 equals FedAvg, and a warning is issued.
 
-Use it for sparse or low-rank global models with several local steps. Unlike in FedMiD, averaging does not undo the
-prox. The weight t of psi grows without bound as steps accumulate, so use small steps towards the end.
+Use this method for sparse or low-rank global models with several local steps. Unlike in FedMiD, averaging does not undo
+the prox. The weight t of psi grows without bound as steps accumulate, so use small steps toward the end.
 """
 
 from __future__ import annotations

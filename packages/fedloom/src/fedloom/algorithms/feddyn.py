@@ -15,21 +15,23 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
 Kept by a client: d (hi). Sent per round: d down, d up.
 
 Deviations: alpha is the same for all clients, as in the paper. In the public code, the alpha of a client is scaled by
-mean(n)/n_i (``scaled``, which sends one more number down). This scaling already weights clients by samples, so it needs
-``client_weights = "uniform"``. The public code also clips gradients at 10. Here, clipping is a setting of local
-training. The difference w - x is sent once, and the server computes both h and the mean over the cohort from it.
+mean(n)/n_i (``scaled``, which sends one more number down). This scaling already weights clients by their numbers of
+samples, so it needs ``client_weights = "uniform"``. The public code also clips gradients at 10. In this implementation,
+clipping is a setting of local training. The difference w - x is sent once, and the server computes both h and the mean
+over the cohort from it.
 
 Replayed: the clients of alpemreacar/FedDyn (48a19fa) produce the same models to within 1e-15, with ``scaled`` and
 clipping at 10.
 
 Defaults: alpha = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps). If the
-gradient is constant, the server's model then moves by 1/alpha times the gradient per round, which is FedAvg's speed.
+gradient is constant, the server's model then moves by 1/alpha times the gradient in each round, which is FedAvg's
+speed.
 
 Attackers: h adds the change of the mean a second time. In a round with m of n clients, a forged model therefore moves
 theta 1 + m/n times as far as in FedAvg.
 
-Use it like SCAFFOLD, but with half the traffic, if clients solve their local problems well. Large steps with a small
-alpha can diverge.
+Use this method like SCAFFOLD, but with half the traffic, if clients solve their local problems well. Large steps with a
+small alpha can diverge.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Server(NamedTuple):
 
 
 class ScaledModel(NamedTuple):
-    """Model x ``[d]``, and the mean number of samples per client ``[1]``."""
+    """Model x ``[d]`` and the mean number of samples per client ``[1]``."""
 
     x: Tensor
     mean: Tensor

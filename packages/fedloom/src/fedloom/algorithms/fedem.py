@@ -1,4 +1,4 @@
-"""FedEM: every client's model is a mixture of a few shared networks, with mixture weights of its own.
+"""FedEM: every client's model is a mixture of a few shared networks, with the client's own mixture weights.
 
 Problem: min over x_1..x_M and pi_1..pi_n of sum_i alpha_i (mean over the samples of client i of -log sum_m pi_im p(y |
 x_m)).
@@ -19,12 +19,12 @@ for unknown clients. A mixture with equal weights would not be suitable for them
 computed by one expectation step over its samples.
 
 Replayed: clients and server of omarfoq/FedEM (996faddf), with the same batches for all components, produce the same x,
-pi and predictions to within 1e-15. The pi of a new client is the same, too. In their code, the mean over a cohort
+pi and predictions to within 1e-15. The pi of a new client is also the same. In their code, the mean over a cohort
 includes the absent clients, with the model that they received.
 
-Use it if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to the number
-of kinds, which is 3 in the paper. With a model that is not a mixture, FedEM equals FedAvg, and a warning is issued. It
-needs classes.
+Use this method if all clients mix the same few kinds of data in different proportions. Set ``mixture`` in [model] to
+the number of kinds of data, which is 3 in the paper. With a model that is not a mixture, FedEM equals FedAvg, and a
+warning is issued. It needs classes.
 """
 
 from __future__ import annotations
@@ -107,6 +107,6 @@ def shares(loss: Tensor, log_pi: Tensor) -> Tensor:
 
 
 def surrogate(z: Tensor, outputs: Tensor, y: Tensor, anchors: Tensor, log_pi: Any) -> Tensor:
-    """Return the objective of Eq. 9 minus the loss of the mixture itself, for each sample."""
+    """Return, for each sample, the objective of Eq. 9 minus the loss of the mixture itself."""
     share = shares(losses(anchors[0], y, len(log_pi)), log_pi)
     return (share * losses(z, y, len(log_pi))).sum(1) - losses(outputs, y, 1)[:, 0]

@@ -1,4 +1,4 @@
-"""FedFomo: a client moves towards those models of other clients that fit its held-out samples better than its own.
+"""FedFomo: a client moves toward those models of other clients that fit its held-out samples better than its own.
 
 Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
 
@@ -18,11 +18,11 @@ Kept by a client: d (start). The server stores the client's w and its preference
 + peers + n down, d + n up. The server receives the models of individual clients, so the method does not support secure
 aggregation.
 
-Deviations: the held-out samples are a share of the training part, which is the same in every round. A client may
-receive the last model of any client, including absent clients. With probability epsilon, all models that a client
-receives are drawn at random instead of by preference. In the public code, each model is drawn at random with this
-probability, means over groups of clients are used as well, and preference weights may be negative. The default distance
-in the public code is the sum of absolute differences. With "l2", the distance is the squared norm.
+Deviations: the held-out samples are a share of the training part, and are the same in every round. A client may receive
+the last model of any client, even of absent clients. With probability epsilon, all models that a client receives are
+drawn at random instead of by preference. In the public code, each model is drawn at random with this probability, means
+over groups of clients are also used, and preference weights may be negative. In the public code, the default distance
+is the sum of absolute differences. If "l2" is chosen, the distance is the squared norm.
 
 Replayed: given the same received models and held-out samples, the clients of TsingZ0/PFLlib (d832e76f) produce the same
 models and weights to within 1e-14, without the 1e-5 that their code adds to distances. With ``returns``, the functions
@@ -31,11 +31,12 @@ taken.
 
 Defaults: a client receives five models and holds out a fifth of its samples. epsilon starts at 0.3 and decreases by
 0.05 per round, as in the paper. If no received model is better than the model from which the client started, the client
-keeps its trained model, as in PFLlib. With ``returns``, the client goes back to the starting model, as in the paper.
-Going back wastes the work of a round if few samples are held out and steps rarely lower the loss on them.
+keeps its trained model, as in PFLlib. With ``returns``, the client returns to the starting model, as in the paper. If
+few samples are held out, returning to the previous model wastes the work of a round when steps rarely lower the loss on
+these samples.
 
-Use it if some clients are similar, but it is not known which ones. Traffic grows with ``peers``. With peers = 0, the
-method equals Local.
+Use this method if some clients are similar, but it is not known which ones. Traffic grows with ``peers``. With peers =
+0, the method equals Local.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Trained model w ``[m, d]``, and preference weights liking ``[m, n]``."""
+    """Trained model w ``[m, d]`` and preference weights liking ``[m, n]``."""
 
     w: Annotated[Tensor, Kept(primary=True)]
     liking: Annotated[Tensor, Kept()]

@@ -16,19 +16,19 @@ Kept by a client: s, the statistics that it has sent. Sent per round: d and s do
 sends only zeros.
 
 Deviations: each client chooses a share between its own head (share 0) and the pooled head (share 1). The client tries
-nine shares and takes the one with the smallest exact leave-one-out error on its rows. In the paper, all clients use the
-same number. The share multiplies the sums of the other clients. The method was not compared with the paper's code,
-because this code is not public. Heads have a bias.
+nine shares and uses the one with the smallest exact leave-one-out error on its rows. In the paper, all clients use the
+same number. The sums of the other clients are multiplied by the share. The method could not be compared with the
+paper's code, because this code is not public. Heads have a bias.
 
-If shares are proportional to samples, a personal head does not depend on how rows are distributed over the other
-clients. Learning rate, epochs and batches have no effect. Outputs are least-squares fits to 0 and 1, and their softmax
-is not a probability. Compare accuracies instead of losses.
+If shares are proportional to the numbers of samples, a personal head does not depend on how rows are distributed over
+the other clients. Learning rate, epochs and batches have no effect. Outputs are least-squares fits to 0 and 1, and
+their softmax is not a probability. Compare accuracies instead of losses.
 
 Attackers: attackers forge statistics instead of a model. A forged upload changes each sum in proportion to the
 attacker's share.
 
-Use it with a good frozen body, if clients differ in their labels or in the meaning of labels, and if rounds are
-expensive.
+Use this method with a good frozen body, if clients differ in their labels or in the meaning of labels, and if rounds
+are expensive.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Down(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Head ``[k + 1, c]``, with its leave-one-out error."""
+    """Head ``[k + 1, c]`` and its leave-one-out error."""
 
     head: Tensor
     error: float
@@ -111,7 +111,7 @@ class FedHiP(Algorithm):
         return sums.with_head(down.x, torch.stack(heads), work.layout)
 
     def _fit(self, z: Tensor, t: Tensor, mix: sums.FeatureSums, unit: float, ridge: float, work: Work) -> Fit:
-        """Return a head, and the mean squared error on each row of the head that is computed without this row."""
+        """Return a head, and the mean squared error on each row of the head that is computed without that row."""
         if not len(z) or self.share is not None:
             return Fit(sums.head_from(mix, ridge, work.layout), 0.0)
         both = sums.head_from(mix._replace(zt=torch.cat([mix.zt, z.T], 1)), ridge, work.layout)

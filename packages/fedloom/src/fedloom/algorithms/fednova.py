@@ -1,4 +1,4 @@
-"""FedNova: normalized averaging, in which clients that take more local steps do not have more influence.
+"""FedNova: normalized averaging, in which clients that take more local steps do not gain more influence.
 
 Problem: min over x of sum_i p_i f_i(x).
 
@@ -18,16 +18,16 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
 Deviations: p_i is the client's share, which is n_i/n as in the paper unless the run uses other ``weights``. The
-momentum is that of the run's local training. ``mu`` and ``gamma`` give the a_i of Section 3 for a proximal term and for
+momentum is part of the run's local training. ``mu`` and ``gamma`` give the a_i of Section 3 for a proximal term and for
 a decaying step size. Momentum, ``mu`` and ``gamma`` can be combined (momentum then also acts on the proximal term),
-while the paper uses one at a time. Clients send the change divided by ||a_i||_1. For weighers and samplers, a client's
-model is therefore x + dw.
+whereas the paper uses one at a time. Clients send the change divided by ||a_i||_1. For weighers and samplers, a
+client's model is therefore x + dw.
 
 Replayed: the clients of JYWa/FedNova (47b4e09) produce the same models to within 1e-15, with and without momentum, for
-mu = 0. With mu > 0, the tau_eff in their code is a number of steps.
+mu = 0. If mu > 0, the tau_eff in their code is a number of steps.
 
-Use it if clients take different numbers of local steps. If all clients take the same number, the method equals FedAvg,
-and a warning is issued.
+Use this method if clients take different numbers of local steps. If all clients take the same number of steps, the
+method equals FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedloom.rows.layout import Layout
 
 
 class Up(NamedTuple):
-    """Change dw ``[m, d]`` of the model divided by size, and the size ``[m, 1]``, which is ||a_i||_1."""
+    """Change dw ``[m, d]`` of the model, divided by the size, and the size ``[m, 1]``, which is ||a_i||_1."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     size: Annotated[Tensor, Mean()]

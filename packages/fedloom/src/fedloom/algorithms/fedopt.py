@@ -25,17 +25,18 @@ tau^2.
 
 Defaults: in a round, the adaptive optimizers move each coordinate by little more than server_lr. The default is
 reach/10, where reach is the distance covered in a local round (lr times the mean number of steps). This default is the
-distance that a gradient of 0.1 would cause. Among the factors tried in studies/benchmarks/factors.py, it is the
-smallest that keeps up with FedAvg. If clients use an optimizer such as Adam, the default is the distance that this
-optimizer moves. If gradients are clipped at c, the default is at most reach c/sqrt(d), so that the first round moves no
-farther than FedAvg can. With momentum, the default is 0.1 = 1 - beta1, which eventually reaches FedAvg's speed.
+distance that would result from a gradient of 0.1. Of all factors that were tried in studies/benchmarks/factors.py, it
+is the smallest one with which the method keeps up with FedAvg. If clients use an optimizer such as Adam, the default is
+the distance that this optimizer covers. If gradients are clipped at c, the default is at most reach c/sqrt(d), so that
+the first round moves no farther than FedAvg can. With momentum, the default is 0.1 = 1 - beta1, for which the method
+eventually reaches FedAvg's speed.
 
-Attackers: a forged model moves x by the step that the optimizer takes for the mean change. With momentum, this step is
-server_lr times the change. The adaptive optimizers move every coordinate by about server_lr, no matter how far away the
-forged model is.
+Attackers: a forged model moves x by the step that the optimizer takes for the mean change. With momentum, this step
+equals server_lr times the change of the model. The adaptive optimizers move every coordinate by about server_lr, no
+matter how far the forged model is from the current one.
 
-Use it if the gradients of some coordinates are rarely nonzero, as in embeddings. Tune server_lr and tau together with
-the local lr.
+Use this method if the gradients of some coordinates are rarely nonzero, as in embeddings. Tune server_lr and tau
+together with the local lr.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Server(NamedTuple):
-    """Model x with first moment m and second moment v, all ``[d]``. Momentum leaves v unchanged."""
+    """Model x with first moment m and second moment v, all ``[d]``. Momentum does not change v."""
 
     x: Tensor
     m: Tensor

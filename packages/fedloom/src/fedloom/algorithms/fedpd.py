@@ -18,19 +18,19 @@ Kept by a client: 2d (w, y). Sent per round: d down, d up. The server stores eve
 Deviations: a round consists of all iterations between two communications. The server draws the number of iterations
 from a geometric distribution and sends it. This number is the same for all clients. Iterations without communication
 therefore do not cause any traffic. In the paper, all clients participate. Here, an absent client is represented by its
-last u. Local training starts at the client's own x_i, or at its copy of the server's model with ``start = "server"``.
+last u. Local training starts at the client's own x_i, or at its copy of the server's model if ``start = "server"``.
 
 Replayed: the clients and the server of FedPD in unc-optimization/FedDR (4097eb44), in TensorFlow, produce the same x_i,
 lambda_i and x_0 to within 1e-15, with p = 0.
 
 Defaults: eta = reach, the distance covered in a round (lr times the mean number of steps), and local training starts at
 the server's model. If the gradient is constant, the server's model then moves by eta times the gradient per round,
-which is FedAvg's speed. If local training started at x_i, the server's model would move by only 1 - 1/e of this
-distance. If eta is set, local training starts at x_i, as in the paper.
+which is FedAvg's speed. If local training started at x_i, the server's model would move by only the fraction 1 - 1/e of
+this distance. If eta is set, local training starts at x_i, as in the paper.
 
-Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). The method is
-meant for clients that all participate. If most clients are absent, the model moves little, and a warning is issued.
-``skip`` reduces communication usefully only if clients differ little.
+Use this method like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). The
+method is intended for settings in which all clients participate. If most clients are absent, the model moves little,
+and a warning is issued. ``skip`` reduces communication only if clients differ little.
 """
 
 from __future__ import annotations

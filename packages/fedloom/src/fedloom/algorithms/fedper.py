@@ -13,11 +13,11 @@ Kept by a client: the head's parameters. Sent per round: the body's parameters, 
 
 Deviations: the head is the last layer with a matrix, unless ``head`` names other layers.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
-Use it as the simplest way to split a model into a shared and a personal part. In contrast, FedRep trains the head to
-completion before it trains the body. If the whole model is the head, the method equals Local, and a warning is issued.
-If the model has no head, the method equals FedAvg.
+Use this method as the simplest way to split a model into a shared and a personal part. In contrast, FedRep trains the
+head to completion before it trains the body. If the whole model is the head, the method equals Local, and a warning is
+issued. If the model has no head, the method equals FedAvg.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg in which local training is pulled to the server's model.
+"""FedProx: FedAvg in which local training is pulled toward the server's model.
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
@@ -12,17 +12,18 @@ Networks", MLSys 2020, arXiv:1812.06127v5, Algorithm 2.
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: stragglers are not simulated, so every client takes all its steps. Clients are drawn uniformly and weighted
-by samples. In the paper, clients are drawn with probability p_k and averaged uniformly (sampler ``size-weighted``).
+Deviations: stragglers are not simulated, so every client takes all of its steps. Clients are drawn uniformly and
+weighted by their numbers of samples. In the paper, clients are drawn with probability p_k and averaged uniformly
+(sampler ``size-weighted``).
 
 Defaults: mu = 1/(3 reach), where reach is the distance covered in a round (lr times the mean number of steps). With c =
-mu reach, the model moves (1 - exp(-c))/c = 0.85 times as far in a round as in FedAvg. A stronger pull costs speed, and
-a weaker pull has no measurable effect.
+mu reach, the model moves (1 - exp(-c))/c = 0.85 times as far in a round as in FedAvg. A stronger pull slows down
+training, and a weaker pull has no measurable effect.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
-Use it if local training drifts, as it does with few rounds and many local steps. The pull slows clients down as much as
-it stabilizes them. With one local step, the method equals FedAvg, and a warning is issued.
+Use this method if local training drifts, as it does with few rounds and many local steps. The pull slows clients down
+as much as it stabilizes them. With one local step, the method equals FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ evaluated.
 
 Defaults: the head is trained for four epochs, so a round costs at most five times as much as in FedAvg.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
-Use it if clients share features but not labels. If the whole model is the head (softmax regression), the method equals
-Local, and a warning is issued.
+Use this method if clients share features but not labels. If the whole model is the head (softmax regression), the
+method equals Local, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FedRoD: one body with two heads, a generic head trained as if classes were balanced and a personal head.
+"""FedRoD: one body with two heads, a generic head trained as if classes were balanced, and a personal head.
 
 Problem: min over x of sum_i alpha_i b_i(x), and for every client min over h_i of f_i(x + h_i), where h_i changes only
 the head, and b_i is f_i with log n_ic added to the output of class c.
@@ -13,7 +13,7 @@ by the authors).
     L^BSM        shift      balanced softmax: gamma log n_ic is added to the output of class c
     gamma        gamma      exponent of the class counts
 
-Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts do not leave the client.
+Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts never leave the client.
 
 Deviations: for the gradient, log n_ic is added to the bias of the head, which gives the same result. A class without
 samples at a client is treated as if it had 1e-9 samples. The personal head starts at zero. In the public code, it
@@ -23,8 +23,8 @@ heads are linear, so the personal model is a single network whose head is the su
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-9, if personal heads start at
 zero. In their code, personal heads start as copies of the generic head.
 
-Use it if labels are skewed, and if both a generic model and personal models are needed. With gamma = 0, the generic
-model equals that of FedAvg. The method needs a classification task and a head with a bias.
+Use this method if labels are skewed, and if both a generic model and personal models are needed. With gamma = 0, the
+generic model equals that of FedAvg. The method needs a classification task and a head that has a bias.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FedRoD(Algorithm):
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None
 
     def _shift(self, work: Work, like: Tensor) -> Tensor:
-        """Return gamma log n_ic ``[m, d]`` in the coordinates of the head's bias, and 0 in all others."""
+        """Return gamma log n_ic ``[m, d]`` in the coordinates of the head's bias, and 0 in all other coordinates."""
         bias = masks.head(work.layout) & ~masks.matrices(work.layout)
         prior = self.gamma * work.class_counts.clamp(min=1e-9).log()
         prior = prior[:, 1:] - prior[:, :1] if bias.sum() == 1 else prior  # one output for two classes

@@ -1,4 +1,4 @@
-"""FedSkip: local models move from client to client, and they are averaged only every few rounds.
+"""FedSkip: local models move from client to client and are averaged only every few rounds.
 
 Problem: min over x of sum_i f_i(x).
 
@@ -15,15 +15,15 @@ Kept by a client: nothing. Sent per round: d + 1 down (another client's model, o
 every client's last model.
 
 Deviations: in the paper, all clients participate. Here, the models of the cohort are permuted within the cohort. The
-mean is taken over the last models of all clients that have participated, weighted by the number of samples that each
-model has seen. The run's ``weights`` have no effect on this mean. The server receives individual models, so the method
-does not support secure aggregation.
+mean is taken over the last models of all clients that have participated, weighted by the number of samples on which
+each model was trained. The run's ``weights`` have no effect on this mean. The server receives the models of individual
+clients, so the method does not support secure aggregation.
 
 Replayed: given the same permutations, the training loop of MediaBrain-SJTU/FedSkip (96acb90f) produces the same models
 to within 1e-15.
 
-Use it if clients are allowed to see the models of other clients. With ``skip`` = 1 and all clients, the method equals
-FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is issued.
+Use this method if clients are allowed to see the models of other clients. With ``skip`` = 1 and all clients, the method
+equals FedAvg weighted by samples. If most clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class Down(NamedTuple):
-    """Model w ``[m, d]``, and the number of samples ``[m, 1]`` that it has seen since the last aggregation."""
+    """Model w ``[m, d]``, and the number of samples ``[m, 1]`` used to train it since the last aggregation."""
 
     w: Tensor
     seen: Tensor
 
 
 class Up(NamedTuple):
-    """Model w ``[m, d]``, and the number of samples ``[m, 1]`` that it has seen since the last aggregation."""
+    """Model w ``[m, d]``, and the number of samples ``[m, 1]`` used to train it since the last aggregation."""
 
     w: Annotated[Tensor, Kept(primary=True, weight="seen")]
     seen: Annotated[Tensor, Kept()]

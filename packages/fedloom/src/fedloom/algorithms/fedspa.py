@@ -1,4 +1,4 @@
-"""FedSpa: every client trains its own sparse part of one model, and the part changes during training.
+"""FedSpa: every client trains its own sparse part of a common model, and this part changes during training.
 
 Problem: min over w of sum_i alpha_i f_i(m_i * w), where m_i is a mask with a fixed size per layer that client i
 searches for.
@@ -17,9 +17,9 @@ Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al
 Kept by a client: d (mask). Sent per round: d down, density * d up (values and indices).
 
 Deviations: the download is dense, and the client applies its mask. The server therefore does not need the masks, and
-learns them only from uploads. In the paper, the server sends the masked model. Parameters with fewer than two
-dimensions are always in the mask. Parameters grow back if they have the largest gradients on one batch. All parameters
-outside the mask are candidates, including those that have just been pruned.
+only learns about them from the uploads. In the paper, the server sends the masked model. Parameters with fewer than two
+dimensions always belong to the mask. Parameters are added to the mask again if they have the largest gradients on one
+batch. All parameters outside the mask are candidates, including those that have just been pruned.
 
 Replayed: the clients of rong-dai/DisPFL (e2f47d4a), written by some of the authors with the same search, produce the
 same models and masks to within 1e-15, once their number of exchanged parameters is rounded down. Their code rounds this
@@ -30,7 +30,7 @@ Defaults: T is the number of rounds in the run.
 Attackers: a forged model moves the parameters in the attacker's mask as far as in FedAvg, and it leaves all other
 parameters unchanged.
 
-Use it if clients can handle only a part of the model. With ``density`` = 1, the method equals FedAvg.
+Use this method if clients can handle only a part of the model. With ``density`` = 1, the method equals FedAvg.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class FedSpa(Algorithm):
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:
         """Return the next mask ``[m, d]``.
 
-        In each layer, the parameters with the smallest weights leave the mask, and the same number of parameters with
-        the largest gradients enter it.
+        In each layer, the parameters with the smallest weights are removed from the mask, and the same number of
+        parameters with the largest gradients are added to it.
         """
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()

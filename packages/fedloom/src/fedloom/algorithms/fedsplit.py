@@ -1,4 +1,4 @@
-"""FedSplit: Peaceman-Rachford splitting with an exact fixed point.
+"""FedSplit: Peaceman-Rachford splitting, whose fixed point is exact.
 
 Problem: min over x of sum_i alpha_i f_i(x), where f_i is convex.
 
@@ -17,15 +17,15 @@ Deviations: the local prox step is solved approximately by the run's local train
 all clients participate. Here, an absent client is represented by its last z.
 
 Replayed: clients and server of wenh06/fl-sim (61b57ec9) produce the same z_j and x to within 1e-14, once local training
-starts at x. In their code, local training starts at the client's last model.
+starts at x. In their code, local training starts from the client's last model.
 
 Defaults: step = 2 reach, where reach is the distance covered in a round (lr times the mean number of steps). This value
-equals FedDR's eta and is chosen for the same reasons. With a constant step, local steps of about this size would reduce
-the local prox to a single batch.
+equals FedDR's eta, and is chosen for the same reasons. With a constant step, local steps of about this size would
+reduce the local prox to a single batch.
 
-Use it for convex problems whose local problems are solved well. The method then converges linearly. The method equals
-FedDR with alpha = 2 and no regularizer. If the problem is not strongly convex, the method may not converge. If most
-clients are absent, the model moves little, and a warning is issued.
+Use this method for convex problems whose local problems are solved well. The method then converges linearly. The method
+is equal to FedDR with alpha = 2 and no regularizer. If the problem is not strongly convex, the method may not converge.
+If most clients are absent, the model moves little, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""FIAELT: inexact ADMM for composite problems. Local solvers stop when a relative criterion holds.
+"""FIAELT: inexact ADMM for composite problems. Local solvers stop as soon as a relative criterion is met.
 
-Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so g counts 1/n as much as beside a mean.
+Problem: min over y of sum_i f_i(y) + g(y). It is the SUM over n clients, so that g has only 1/n of the weight that it
+would have next to a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -16,19 +17,22 @@ Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse 
 
 Deviations: criterion (9) contains the unknown minimizer. The condition that `fedloom.local.inexact` checks implies (9).
 If the criterion is checked and L is not given, the first round only measures the L of the cohort. If beta follows from
-L and most clients of a cohort use all their iterations, a later round measures L again. With beta <= L, all iterations
-are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives each client's L.
+L and most clients of a cohort use all of their iterations, L is measured again in a later round. If beta <= L, all
+iterations are run, and a warning is issued. Local SGD repeats its steps until (9) holds. The server receives each
+client's L.
 
 Variant: solver "released" follows the public code, which runs SVRG on f_i alone from the server's model, with a
-snapshot that is never refreshed. The dual, the penalty, the prox and (9) then do not affect the models: the server's
-model is the mean of the x_i.
+snapshot that is never refreshed. In this case, the dual, the penalty, the prox and (9) do not affect the models: the
+server's model is the mean of the x_i.
 
 Defaults: for local SGD, beta = 1/(passes reach), where reach is lr times the mean number of steps in a round. This
-balances the penalty and the data. Criterion (9) then uses L = beta/5. Without a regularizer, a warning is issued.
+balances the penalty and the data. In this case, criterion (9) uses L = beta/5. Without a regularizer, a warning is
+issued.
 
 Attackers: z_i adds tau times the change of x_i, so a forged model moves y 1 + tau times as far as in FedAvg.
 
-Use it for composite problems on a few clients that all participate. If they differ much, tau = 1 is faster at first.
+Use this method for composite problems on a few clients that all participate. If clients differ much, tau = 1 is faster
+at first.
 """
 
 from __future__ import annotations

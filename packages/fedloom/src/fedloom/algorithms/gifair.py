@@ -1,4 +1,4 @@
-"""GIFAIR-FL: a penalty on loss differences between groups, applied as a factor on every client's steps.
+"""GIFAIR-FL: a penalty on loss differences between groups, implemented as a factor on every client's steps.
 
 Problem: min over x of sum_k p_k f_k(x) + lam sum_{a<b} |L_a(x) - L_b(x)|, where L_a is the mean of f_k over the clients
 in group a.
@@ -15,16 +15,16 @@ Learning", INFORMS Journal on Data Science 2(1), 2023, arXiv:2108.02741, Algorit
 Kept by a client: nothing. Sent per round: d + 1 down (x, scale), d + 1 up (dw, loss). The server receives the losses of
 individual clients and stores each client's last loss.
 
-Deviations: losses are computed for the received model on the client's training part, so the order of the groups is one
-round old. Groups in which no client has participated are left out of the order. The public code starts with a random
-order. p_k is the client's share in the objective.
+Deviations: losses are computed for the received model on the client's training part, so that the order of the groups is
+one round old. Groups in which no client has participated are omitted from the order. The public code starts with a
+random order. p_k is the client's share in the objective.
 
 Replayed: the clients and the training loop of UMDataScienceLab/GIFAIR-FL (55b892ce) produce the same models to within
 1e-15, with the lambda used there, once that code computes losses for the received model, begins without an order and
 weights its mean by samples (it draws clients by p_k, and r_k follows the mean loss of the batches).
 
-Use it to equalize losses over known groups, or over individual clients. lam must be below min_k p_k |A_{s_k}| / (d -
-1), so that no client increases its own loss.
+Use this method to equalize losses over known groups, or over individual clients. lam must be below min_k p_k |A_{s_k}|
+/ (d - 1), so that no client increases its own loss.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fedloom.rows.layout import Layout
 class Server(NamedTuple):
     """Model x ``[d]``, and the last loss ``[n]`` of every client.
 
-    seen ``[n]`` is 1 for clients that have reported a loss, else 0.
+    seen ``[n]`` is 1 for clients that have reported a loss, and 0 otherwise.
     """
 
     x: Tensor
@@ -53,7 +53,7 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """Model x ``[d]``, and scale ``[m, 1]``, the factor on each client's steps."""
+    """Model x ``[d]`` and scale ``[m, 1]``, a factor by which each client's steps are multiplied."""
 
     x: Tensor
     scale: Tensor

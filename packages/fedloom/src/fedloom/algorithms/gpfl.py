@@ -1,4 +1,4 @@
-"""GPFL: a shared body that learns class embeddings along one route and each client's own task along another.
+"""GPFL: a shared body that learns class embeddings along one route and each client's own task along another route.
 
 Problem: min over x and h_1..h_n of sum_i alpha_i (f_i(x, h_i) + a_i(x) + lam b_i(x)) + mu/2 ||v||^2, where v is a part
 of x, a_i is the cross-entropy of the cosines between the features on the generic route and the embeddings of the
@@ -19,17 +19,17 @@ Kept by a client: the head's parameters. Sent per round: all other parameters ex
 up, for k features.
 
 Deviations: the conditions are computed from the received embeddings. In the public code, the conditions are computed
-from the client's own embeddings after its last training, and they are 0 before this training. The norm is also taken
-over a batch in that code, which gives about the square root of the batch size times the mean of the norms.
+from the client's own embeddings after its last training, and are 0 before its first training. In that code, the norm is
+also taken over a batch, which gives about the square root of the batch size times the mean of the norms.
 
 Replayed: clients and server of TsingZ0/PFLlib (d832e76f) produce the same models and conditions to within 1e-15, once
 the conditions are computed from the received embeddings from the first round on, and the norm is the mean over a batch.
 
 Defaults: lam = 0.01 and mu = 0.1, which are the public code's values for small networks.
 
-Use it if labels are skewed. Set ``guided`` in [model] to use it. With a model that has no valve and embeddings, the
-method equals FedPer, and a warning is issued. The method also equals FedPer if ``angle``, lam and mu are 0 and the
-valve of the model does not change. It needs classes.
+Use this method if labels are skewed. To use this method, set ``guided`` in [model]. If a model has no valve and no
+embeddings, the method equals FedPer, and a warning is issued. The method also equals FedPer if ``angle``, lam and mu
+are 0 and the model's valve does not change. It needs classes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class GPFL(Algorithm):
         return models
 
     def _guidance(self, down: Down, work: Work) -> Term:
-        """Return the loss terms on the generic route, plus mu/2 times the squared norm of valve and embeddings."""
+        """Return the loss terms of the generic route, plus mu/2 times the squared norm of valve and embeddings."""
         received = work.layout.tree(down.x)[EMBEDDING]
 
         def guidance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, embedding: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||
 small angles to w_i.
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
-Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have not published any code.
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. The authors have not published their code.
 
     paper      here         meaning
     w_i        w            personal model, the last upload of every client
@@ -26,9 +26,9 @@ Replayed: clients and server of WwZzz/easyFL (ea07f1d0) produce the same models 
 Defaults: alpha = reach sqrt(rounds)/2, as in FedAMP. With a constant pull and large steps, a client would never be more
 than one step away from u_i.
 
-Use it for networks, for which distances between models are not meaningful. FedAMP's mixture is a gradient step on a
-stated problem, but HeurFedAMP's mixture is not. The server receives individual models, so the method does not support
-secure aggregation.
+Use this method for networks, for which distances between models are not meaningful. FedAMP's mixture is a gradient step
+on an explicit objective, but HeurFedAMP's mixture is not. The server receives the models of individual clients, so the
+method does not support secure aggregation.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
 Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server receives the models of individual clients, so
 the method supports neither secure aggregation nor robust rules.
 
-Deviations: a client is weighted by its share alpha_i relative to the other members of its cluster. If no client of the
-cohort chooses a model, this model stays unchanged. The model of the first cluster starts as the run's initial model.
-The other models start as permutations of its entries within every tensor, which are equally likely initial models. In
-the paper, all models are drawn at random, and in the smaller problems the best of several draws is used.
+Deviations: a client is weighted by its share alpha_i relative to the other members of its cluster. If none of the
+clients in the cohort chooses a model, this model remains unchanged. The model of the first cluster starts from the
+run's initial model. The other models start as permutations of its entries within every tensor. Such permutations are
+equally likely as initial models. In the paper, all models are drawn at random, and for the smaller problems the best of
+several draws is used.
 
 Defaults: two clusters, because the right number depends on the federation.
 
@@ -25,11 +26,11 @@ Replayed: the training on MNIST and the server on FEMNIST of jichan3751/ifca (61
 produce the same models and choices to within 1e-15. The MNIST training was replayed with equal shares. The FEMNIST
 server was replayed with cohorts, and with shares proportional to samples.
 
-Attackers: a forged model affects the mean of one cluster only. If k of n clients chose this cluster, the forged model
-moves the cluster's model n/k times as far as it would move FedAvg's.
+Attackers: a forged model affects the mean of only one cluster. If k of n clients chose this cluster, the forged model
+moves the cluster's model n/k times as far as it would move FedAvg's model.
 
-Use it if clients form groups that need separate models. If clients do not form groups, each model learns from only some
-of the clients, and therefore learns more slowly. With one cluster, the method equals FedAvg.
+Use this method if clients form groups that need separate models. If clients do not form groups, each model learns from
+only some of the clients, and therefore learns more slowly. With one cluster, the method equals FedAvg.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class IFCA(Algorithm):
     def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:
         """Choose the cluster of each client.
 
-        Return the cluster's model ``[m, d]`` and the cluster's number ``[m, 1]``.
+        Return the model ``[m, d]`` and the number ``[m, 1]`` of each client's cluster.
         """
         models = self._models(down)
         if self.clusters == 1:

@@ -17,19 +17,19 @@ parameters, down and up. The memory never leaves its client.
 
 Deviations: a neighbor at distance r has the weight exp(-r^2 / (scale times the number of features)), as in the public
 code. In the paper, the weight is exp(-r). In the paper, lambda_m is chosen on a validation set. Here, it is chosen on a
-share of the training samples that are left out of local training. The value among 0, 0.1, ..., 1 with the best accuracy
-is used, and among ties the one with the lowest loss. Afterwards, the memory contains all samples, or a random subset of
-them if its capacity is smaller. If the weight is chosen on fewer than 30 samples, it may make a client's model worse
-than the server's model, and a warning is issued.
+fraction of the training samples that is not used in local training. The value among 0, 0.1, ..., 1 with the best
+accuracy is used. If several values tie, the one with the lowest loss is used. Afterwards, the memory contains all
+samples, or a random subset of the samples if its capacity is too small for all. If the weight is chosen on fewer than
+30 samples, a client's model may become worse than the server's model, and a warning is issued.
 
 Replayed: clients and server of omarfoq/knn-per (ee175202) produce the same x and the same predictions to within 1e-12,
-or to within 1e-6 with faiss in float32. By the accuracies that their code computes, the lambda chosen here is the best
-as well. Their script uses accuracies on the test part.
+or to within 1e-6 with faiss in float32. By the accuracies that their code computes, the lambda chosen here is also the
+best. Their script uses the accuracies on the test part.
 
-Use it if clients observe the same inputs but label or use them differently. Set ``memory`` in [model] to use it. A file
-of personal models contains representations of training samples, so it should not leave the client. With weight 0, or
-with a model that has no memory, the method equals FedAvg. In the second case, a warning is issued. With weight 1,
-predictions come from the kNN alone. It needs classes.
+Use this method if clients observe the same inputs but label or use them differently. To use this method, set ``memory``
+in [model]. A file of personal models contains representations of training samples, so it should not leave the client.
+With weight 0, or with a model that has no memory, the method equals FedAvg. If the model has no memory, a warning is
+issued. With weight 1, predictions come from the kNN alone. It needs classes.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ code: pliang279/LG-FedAvg).
 Kept by a client: the body's parameters. Sent per round: the head's parameters, down and up.
 
 Deviations: training starts from the run's initial model. The public code starts from a model that was trained with
-FedAvg. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models contain the newest
-head.
+FedAvg. The head is the last layer with a matrix, unless ``head`` names other layers. Personal models contain the most
+recent head.
 
-Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models, to 1e-15.
+Replayed: the clients of TsingZ0/PFLlib (d832e76f) give the same models to within 1e-15.
 
-Use it if inputs differ between clients (sensors, scanners) and communication is expensive. If the whole model is the
-head, the method equals FedAvg, and a warning is issued.
+Use this method if inputs differ between clients (sensors, scanners) and communication is expensive. If the whole model
+is the head, the method equals FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

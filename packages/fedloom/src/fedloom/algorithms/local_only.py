@@ -9,11 +9,11 @@ Reference: the baseline "LocalOnly" or "Standalone" of all papers on personalize
 
 Kept by a client: d (its model). Sent: nothing.
 
-Deviations: none. A client trains only in the rounds for which it is sampled, so the work is the same as with other
-methods.
+Deviations: none. A client trains only in the rounds for which it is sampled, so the amount of work is the same as with
+other methods.
 
-Use it to find out whether federation helps at all. With enough data per client and strong label skew, this baseline is
-hard to beat.
+Use this method to find out whether federation helps at all. If clients have enough data and labels are strongly skewed,
+this baseline is hard to beat.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Client(NamedTuple):
 
 
 class LocalOnly(Algorithm):
-    """Every client trains alone."""
+    """Every client trains without the others."""
 
     family: ClassVar[str] = "reference"
 

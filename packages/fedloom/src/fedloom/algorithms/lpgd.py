@@ -15,12 +15,13 @@ Learning", TMLR 2023, Appendix A.2, Eqs. 18-19, where the paper compares FedSLR 
     mu         mu         weight of the personal penalty
 
 Kept by a client: d (p). Sent per round: d down, because a mean of low-rank models does not have low rank. Clients send
-the model itself, as factors U, V if they are shorter.
+the model itself. It is sent as factors U, V if they are shorter.
 
 Deviations: the paper assumes dense uploads and mentions factors only as a possibility. p starts at zero.
 
-Use it as a baseline for FedSLR, or if uploads are expensive. The limit of the method is biased. Unless all clients
-agree, the limit neither solves the problem nor has low rank. Every step computes the singular values of every matrix.
+Use this method as a baseline for FedSLR, or if uploads are expensive. The limit of the method is biased. Unless all
+clients agree, the limit neither solves the problem nor has low rank. Every step computes the singular values of every
+weight matrix.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Trained model w ``[m, d]``, of low rank."""
+    """Trained model w ``[m, d]``, which has low rank."""
 
     w: Annotated[Tensor, Mean(primary=True), Sent(prox="global")]
 

@@ -1,4 +1,4 @@
-"""Lp-Proj: a p-norm ties personal models together in a random subspace of few dimensions.
+"""Lp-Proj: a p-norm ties personal models together in a low-dimensional random subspace.
 
 Problem: min over w of sum_i alpha_i F_i(w), where F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P
 theta_i||_p^p.
@@ -18,20 +18,20 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
 Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
 Deviations: w starts at zero, as in the public code. For p > 1, the step of w_i in the public code uses the norm instead
-of the p-th power of the norm divided by p, unless p = 2. Here, the step uses the term of the stated problem. For p = 1,
+of the p-th power of the norm divided by p, unless p = 2. Here, the step uses the term in the stated problem. For p = 1,
 both are the same. A local round consists of the run's local steps of theta (20 in the public code), followed by one
 step of w_i. Only sampled clients train. In the public code, all clients train.
 
 Replayed: clients and server of desternylin/perfed (33c68d77) produce the same theta and w to within 1e-15, for p = 1
 (``lp_proj``), for p = 2 (``proj``), and for other p once the norm is left out of the step of w_i. In ``lp_proj``,
-weight decay has no effect. If P is the identity, w starts at the model.
+weight decay has no effect. If P is the identity, w starts at the model of the server.
 
 Defaults: lam = 1/(reach sqrt(rounds)), where reach is the distance covered in a round (lr times the mean number of
-steps). For p = 1, the signs that are summed over a run then stay of order one. eta = reach, and there is one local
+steps). For p = 1, the signs that are summed over a run then remain of order one. eta = reach, and there is one local
 round with the run's local steps.
 
-Use it against attackers (p = 1 bounds the effect of a single client on w), or if uploads must be tiny. The method has
-no global model.
+Use this method against attackers (p = 1 bounds the effect of a single client on w), or if uploads must be tiny. The
+method has no global model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """Change dw ``[m, dim]`` of the received point in the subspace."""
+    """Change dw ``[m, dim]`` of the point in the subspace, relative to the received point."""
 
     dw: Annotated[Tensor, Mean(base="down.w", primary=True)]
 

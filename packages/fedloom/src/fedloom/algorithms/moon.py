@@ -1,4 +1,4 @@
-"""MOON: local training keeps representations close to the received model's and away from the client's last model's.
+"""MOON: local training keeps representations close to the received model and away from the client's last model.
 
 Problem: min over x of sum_i alpha_i f_i(x). Local steps are taken on f_i(w) + mu l_con(w).
 
@@ -20,14 +20,14 @@ network. Here, the user may include a projection head in the model. The represen
 last model are computed without dropout. Absent clients keep the model from their last round, as in the public code with
 a pool of one model.
 
-Replayed: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models, to 1e-15.
+Replayed: the clients of fluke-fl 0.8.1 on PyPI, including absent clients, give the same models to within 1e-15.
 
 Defaults: mu = 0.5, which is between the paper's two smallest values. With mu of 1 or more, the term ties
 representations to those of the received model so strongly that a network barely moves in a few rounds of small steps.
 
-Use it if labels are skewed and networks are deep enough to have representations. Each sample needs two additional
-forward passes. With mu = 0, the method equals FedAvg. If the whole model is the head, the method also equals FedAvg,
-and a warning is issued.
+Use this method if labels are skewed and networks are deep enough to have representations. Each sample needs two
+additional forward passes. With mu = 0, the method equals FedAvg. If the whole model is the head, the method also equals
+FedAvg, and a warning is issued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Per-FedAvg: an initial model from which a single step of SGD gives a good personal model.
+"""Per-FedAvg: an initial model from which a single SGD step gives a good personal model.
 
 Problem: min over w of sum_i alpha_i f_i(w - alpha grad f_i(w)).
 
@@ -14,18 +14,18 @@ Model-Agnostic Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, Algorith
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: ``variant`` "hf" uses three batches per local step and "fo" uses two. The batches are drawn one after the
-other, so an epoch of local steps passes over the data three times ("hf") or twice ("fo"). The personal model is
+Deviations: ``variant`` "hf" uses three batches per local step and "fo" uses two. The batches are drawn one after
+another, so an epoch of local steps passes over the data three times ("hf") or twice ("fo"). The personal model is
 obtained by one step of size alpha on a batch of the client's own training part. In the public code of pFedMe, two steps
 are taken, on test batches.
 
 Replayed: for "fo" and "hf", the clients of KarhouTam/FL-bench (06e658b) produce the same models to within 1e-14. For
 "fo", clients and server of TsingZ0/PFLlib (d832e76f) also produce the same models to within 1e-14.
 
-Defaults: alpha = local.lr, so a personal model is one local training step away from the server's model.
+Defaults: alpha = local.lr, so that a personal model is one local training step away from the server's model.
 
-Use it if new clients have little data, because they need only one step. "fo" drops the Hessian term and costs half as
-much as "hf".
+Use this method if new clients have little data, because they need only one step. "fo" drops the Hessian term and costs
+half as much as "hf".
 """
 
 from __future__ import annotations

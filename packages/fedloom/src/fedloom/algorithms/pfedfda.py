@@ -1,6 +1,7 @@
-"""pFedFDA: clients share class distributions of features, and compute heads from these and their own estimates.
+"""pFedFDA: clients share class distributions of features, and combine them with their own estimates to compute heads.
 
-Problem: min over x (phi, body on the server) of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
+Problem: min over x (phi, the body on the server) of sum_i alpha_i f_i(x), where the head of x is Bayes' rule for
+Gaussian features.
 
 Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024.
 
@@ -11,14 +12,14 @@ Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Di
 Kept by a client: nothing. Sent per round: the body and c k + k^2 numbers down and up (c classes, k features).
 
 Deviations: there is a single beta, which is chosen from 0, 0.1, ..., 1 by the loss in two folds (every other sample of
-a class). Clients use their own means for classes with at least three samples. The server raises eigenvalues that are
-below min(ridge, 1)/2 to this value. Replayed: cj-mclaughlin/pFedFDA (73c7c407) produces the same models to within
-1e-15, apart from the following differences. That code finds two betas by L-BFGS, leaves classes with one sample out of
-its folds, uses the features from its training steps, uses a client's own means for classes with fewer samples, and
-computes covariances with 1e-4 in all entries, shrunk by 1e-4.
+a class). Clients use their own means for classes with at least three samples. The server raises all eigenvalues below
+min(ridge, 1)/2 to this value. Replayed: cj-mclaughlin/pFedFDA (73c7c407) produces the same models to within 1e-15,
+apart from the following differences. That code finds two betas by L-BFGS, leaves classes with one sample out of its
+folds, uses the features from its training steps, uses a client's own means for classes with fewer samples, and computes
+covariances with 1e-4 in all entries, shrunk by 1e-4.
 
-Use it if the same class looks different at different clients. The last layer must have a bias, and a model whose only
-layer is the head is not trained.
+Use this method if the same class looks different at different clients. The last layer must have a bias, and if the head
+is the only layer of a model, the model is not trained.
 """
 
 from __future__ import annotations
@@ -113,13 +114,13 @@ class PFedFDA(Algorithm):
         return under(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
 
     def _received(self, down: Server, work: Work) -> tuple[Gauss, Tensor]:
-        """Return the server's distribution, and class priors ``[m, c]`` (class shares plus 1e-4, normalized)."""
+        """Return the server's distribution and each client's class priors ``[m, c]`` (shares plus 1e-4, normalized)."""
         (classes, k), prior = shape_of(work.layout), shares(work, down.x.double()) + 1e-4
         shared = Gauss(down.means.double().view(classes, k), down.cov.double().view(k, k))
         return shared, prior / prior.sum(1, keepdim=True)
 
     def _mixtures(self, w: Tensor, shared: Gauss, prior: Tensor, work: Work) -> list[Gauss]:
-        """Return mixtures of the shared and each client's own distribution, with weights chosen by cross-validation."""
+        """Mix the shared distribution with each client's own distribution, with weights chosen by cross-validation."""
         mixtures = []
         for (z, y), pi in zip(work.features(w), prior, strict=True):
             z, losses = z.double(), torch.zeros_like(BETAS, device=z.device)
@@ -137,7 +138,7 @@ class PFedFDA(Algorithm):
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
-        """Return a client's class means (the shared ones for fewer than `LEAST` samples) and covariance."""
+        """Return a client's class means (shared means for classes with fewer than `LEAST` samples) and covariance."""
         member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)

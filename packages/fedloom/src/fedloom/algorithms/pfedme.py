@@ -19,18 +19,19 @@ Kept by a client: d (theta). Sent per round: d down, d up.
 
 Deviations: theta starts every round at the received model and is carried over from batch to batch, as in the public
 code. With ``theta = "kept"``, theta starts at the client's last theta, as in FLAME's public code, which also updates
-w_i only once per epoch (``moves = "epoch"``). K steps replace the paper's accuracy nu. The public code trains all
-clients but averages only the sampled clients. Here, only the sampled clients train. In the inner steps, the public code
-uses weight decay of 0.001, and FLAME's public code uses momentum of 0.5. Here, both are part of the run's settings.
+w_i only once per epoch (``moves = "epoch"``). A number of steps, K, replaces the paper's accuracy nu. The public code
+trains all clients but averages only the sampled clients. Here, only the sampled clients train. In the inner steps, the
+public code uses a weight decay of 0.001, and FLAME's public code uses a momentum of 0.5. Here, both of them are
+settings of the run.
 
 Defaults: lam = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so a round
-balances the pull and the data. With eta = 1/lam, w_i moves to theta_i.
+balances the pull and the data. With eta = 1/lam, w_i is moved to theta_i.
 
 Replayed: the clients of TsingZ0/PFLlib (d832e76f) produce the same models to within 1e-15, without the weight decay of
 0.001 in that code.
 
-Use it for personal models. The method has one more parameter than Ditto. With R > 1, the limit of the method is not the
-minimizer of the Moreau envelopes unless all curvatures are equal, while FLAME's limit always is.
+Use this method for personal models. The method has one more parameter than Ditto has. With R > 1, the limit of the
+method does not minimize the Moreau envelopes unless all curvatures are equal, whereas FLAME's limit always does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Presets, which are combinations from papers of an algorithm with a sampler, a weigher or pooled data."""
+"""Presets: combinations, published in papers, of an algorithm with a sampler, a weigher or pooled data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.hints import unknown
 
 
 class PresetMethod(NamedTuple):
-    """Combination of parts that a preset stands for. If a part is None, the choice made in the experiment is used."""
+    """Combination of parts for which a preset stands. If a part is None, the one chosen in the experiment is used."""
 
     algorithm: Algorithm
     sampler: Sampler | None = None
@@ -28,7 +28,7 @@ class Preset:
 
     Attributes:
         card: text that describes the preset, with its reference and its deviations from the paper. ``fedloom describe``
-            shows this text.
+            prints this text.
         algorithm: algorithm of the preset.
         sampler: sampler of the preset, or None.
         weigher: weigher of the preset, or None.
@@ -51,12 +51,12 @@ class Preset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """All options of the preset by name, with the field that defines each option in its part."""
+        """All options of the preset by name, with the field that defines each option in its component."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
     @property
     def paper(self) -> Mapping[str, Any]:
-        """Values from the paper for those options whose default differs."""
+        """Values in the paper for the options whose default is different."""
         return self.algorithm.paper
 
     @property
@@ -65,13 +65,13 @@ class Preset:
         return self.algorithm.released
 
     def makes(self, composition: PresetMethod) -> bool:
-        """Return True if a combination consists of the parts of this preset."""
+        """Return True if the parts in a combination are the parts of this preset."""
         parts = (composition.algorithm, composition.sampler, composition.weigher)
         same = [None if part is None else type(part) for part in parts] == [self.algorithm, self.sampler, self.weigher]
         return same and composition.pooled == self.pooled
 
     def __call__(self, **options: Any) -> PresetMethod:
-        """Return the combination of parts, with some options replaced.
+        """Return the combination of parts after replacing some options.
 
         Raises:
             ConfigError: none of the parts has this option, or the value is out of range.

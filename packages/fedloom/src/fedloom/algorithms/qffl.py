@@ -17,20 +17,21 @@ Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both as mea
 
 Deviations: Delta_k and h_k are divided by L before they are sent, with the sign of a difference. With q = 0, dw is
 therefore the change of the model. Losses below 1e-10 are set to 1e-10, as in the public code. The run's sampler chooses
-the cohort. In the paper, clients are drawn with probability p_k (sampler ``size-weighted``). The loss is that of the
-received model on the client's whole training part. Clients send the change multiplied by F_k^q. For weighers and
+the cohort. In the paper, clients are drawn with probability p_k (sampler ``size-weighted``). The loss is the loss of
+the received model on the client's whole training part. Clients send the change multiplied by F_k^q. For weighers and
 samplers, a client's model is therefore x + dw.
 
 Replayed: with L = "step", the server of litian96/fair_flearn (f097971) produces the same models to within 1e-11.
 
-Defaults: L = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so a round is
-treated as one step of this size. The value 1/lr in the paper would treat every local step as a round.
+Defaults: L = 1/reach, where reach is the distance covered in a round (lr times the mean number of steps), so that a
+round is treated as one step of this size. With the paper's value 1/lr, every local step would be treated as a round.
 
-Attackers: h_k grows with the square of the change. A forged model far from x therefore makes sum h_k large, and the
-server takes a short step. This step moves x less than in FedAvg, but it also slows down the progress of honest clients.
+Attackers: h_k grows with the square of the model's change. A forged model that is far from x therefore increases sum
+h_k, so that the server takes a short step. With this step, x moves less than in FedAvg, but the progress of honest
+clients is also slower.
 
-Use it to make accuracies more even over clients, at some cost to the mean accuracy. Tune q. With q = 0, the method
-equals FedAvg.
+Use this method to make accuracies more even over clients, at some cost to the mean accuracy. Tune q. With q = 0, the
+method equals FedAvg.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.values import or_derived
 
 SMALLEST = 1e-10
-"""Smallest loss. Losses below this value are set to it, so that their powers are finite."""
+"""Smallest loss. Losses below this value are replaced by it, so that their powers are finite."""
 
 
 class Up(NamedTuple):

@@ -1,4 +1,4 @@
-"""Statistics of a table: how well each single column predicts the target, and how sites differ."""
+"""Statistics of a table: how well each column by itself predicts the target, and how sites differ."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MIN_CLASS_ROWS = 5
 UNIT_RATIO_NOTED = 4.0
 """Minimum ratio between medians at two sites that is reported even if no known unit conversion explains it."""
 SAME_UNIT_RATIO = 1.5
-"""Maximum ratio between medians at two sites for which the sites are assumed to use the same unit. The factors of all
+"""Maximum ratio between medians at two sites at which the sites are assumed to use the same unit. The factors of all
 known unit conversions are larger."""
 MAX_SPREAD_RATIO_GAP = 2.5
-"""Maximum factor by which the ratio of medians and the ratio of spreads may differ if the sites use different units."""
+"""Maximum factor between the ratio of two sites' medians and the ratio of their spreads if the sites use different
+units."""
 ABSENT_COLUMN_SHARE = 0.98
 """Minimum fraction of missing cells at which a site is considered to lack a column."""
 MISSING_SHARE_DIFFERENCE = 0.3
@@ -33,7 +34,7 @@ Rows = Mapping[str, NDArray[np.bool_]]
 
 
 class SingleColumnScore(NamedTuple):
-    """Predictive value of one column: a value in [0, 1], and a text that names the measure and the value."""
+    """Predictive value of a single column: a value in [0, 1], and a text that names the measure and the value."""
 
     value: float
     text: str
@@ -57,16 +58,17 @@ def score(
 ) -> SingleColumnScore:
     """Return the AUROC of a column for the target's classes (averaged over classes with enough rows), or R2.
 
-    A numeric column ranks the rows directly. In addition, any column can rank rows by the mean target of their groups,
-    which is computed on one half of the rows and applied to the other half. The value is 0 if there are too few rows.
+    For a numeric column, the rows are ranked directly by their numbers. In addition, a column of any type can rank rows
+    by the mean target of their groups. The means are computed on one half of the rows and applied to the other half.
+    The value is 0 if there are too few rows.
 
     Args:
-        groups: group of each row ``[N]``. Missing cells form a group of their own.
+        groups: group of each row ``[N]``. Rows with missing cells form a separate group.
         numbers: values of a numeric column ``[N]``, which are NaN for missing cells. None if the column consists of
             levels.
         y: targets ``[N]``, which are numbers for a "regression" and class codes otherwise. Missing targets are NaN.
         task: "regression" or "classification".
-        least: value below which the function may return 0 instead, which saves time.
+        least: value below which the function may return 0 instead, in order to save time.
     """
     present = ~np.isnan(y)
     if present.sum() < MAX_FEW_LEVELS:
@@ -103,13 +105,16 @@ def score(
 
 
 def _auroc(ranks: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """Return the AUROC, computed from the ranks of the scores by the rank-sum statistic. Ties must have mean ranks."""
+    """Return the AUROC, computed from the ranks of the scores by means of the rank-sum statistic.
+
+    Ties must have average ranks.
+    """
     count = int(positive.sum())
     return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(ranks) - count)))
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each row the mean target of its group over the half of the rows that does not contain this row."""
+    """Return, for each row, the mean target of its group over the half of the rows that does not contain the row."""
     codes = np.unique(groups, return_inverse=True)[1]
     order = numpy_generator(0, purpose="halves").permutation(len(y))
     half, out = np.zeros(len(y), bool), np.empty(len(y))
@@ -128,7 +133,7 @@ def events(target: ColumnProfile, rows: Rows) -> dict[str, dict[str, int]]:
 
 
 def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """Yield a sentence for each difference between sites in a column."""
+    """Yield a sentence for each difference in a column between sites."""
     missing = np.isnan(column.values) if column.kind == "number" else column.cells == ""
     shares = {site: float(missing[here].mean()) for site, here in rows.items()}
     present = [site for site, share in shares.items() if share < ABSENT_COLUMN_SHARE]
@@ -144,19 +149,19 @@ def sentences(column: ColumnProfile, rows: Rows) -> Iterator[str]:
 
 
 def lone_site(column: ColumnProfile, rows: Rows) -> str | None:
-    """Return the only site that has values in this column, or None if there are several such sites or none."""
+    """Return the only site with values in this column, or None if several sites or none have values."""
     present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT_COLUMN_SHARE]
     return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
 class Shift(NamedTuple):
-    """Site whose numbers differ from those at other sites as if they were in a different unit.
+    """Site whose numbers differ from the numbers at other sites as if the site used a different unit.
 
     Attributes:
-        median: median at this site.
+        median: median of the column at this site.
         usual: median at the other sites.
-        factor: factor of a known unit conversion by which the site's numbers must be multiplied. None if no known
-            conversion is close.
+        factor: factor of a known unit conversion by which the site's numbers must be multiplied. None if the ratio is
+            not close to any known conversion.
         units: units between which the factor converts.
     """
 
@@ -167,11 +172,11 @@ class Shift(NamedTuple):
 
 
 def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
-    """Return the sites whose median and spread differ from those at other sites by the same factor.
+    """Return the sites whose median and spread both differ from those at other sites by the same factor.
 
-    Columns with numbers of 0 or less are skipped, because a factor cannot explain differences between them. Such
-    columns contain standardized values, logarithms or changes, for which the ratio of medians is arbitrary. Row
-    numbers, patient numbers and codes are skipped because they have no unit.
+    Columns that contain numbers of 0 or less are skipped, because no factor can explain the differences between them.
+    Such columns contain standardized values, logarithms or changes, so that the ratio of medians is meaningless. Row
+    numbers, patient numbers and codes are skipped, because they have no units.
     """
     figures = _figures(column, rows)
     if len(figures) < 2 or not (column.numbers > 0).all() or column.identifies or len(column.levels) <= MAX_FEW_LEVELS:
@@ -193,7 +198,7 @@ def shifts(column: ColumnProfile, rows: Rows) -> dict[str, Shift]:
 
 
 def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]]:
-    """Return the median and interquartile range of a column at each site with enough numbers."""
+    """Return the median and interquartile range of a column at each site that has enough numbers."""
     figures = {}
     for site, here in rows.items():
         numbers = column.values[here & ~np.isnan(column.values)]
@@ -204,12 +209,12 @@ def _figures(column: ColumnProfile, rows: Rows) -> dict[str, tuple[float, float]
 
 
 def _usual(figures: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
-    """Return the median and range that are typical, because they are similar to those at most sites."""
+    """Return the median and range that are considered typical because they are similar to those at most sites."""
     return max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
 
 
 def _units(column: ColumnProfile, rows: Rows) -> Iterator[str]:
-    """Yield a sentence about sites that seem to use a different unit."""
+    """Yield a sentence about sites that seem to use a different unit than the other sites."""
     if not (shifted := shifts(column, rows)):
         return
     first = next(iter(shifted.values()))

@@ -24,7 +24,7 @@ CLIENTS_EXAMPLE = (
     "a list [((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], from which test parts are cut"
 )
 
-"""Text in messages that shows valid values of the argument `clients`."""
+"""Examples of valid values of the argument `clients`, as shown in messages."""
 
 
 def as_federation(
@@ -41,9 +41,9 @@ def as_federation(
         clients: list of clients, or a mapping from names to clients. A client is a tuple (training set, test set), in
             which each set is a tuple (x, y) or any other argument of `Dataset.create`. A client may also be a single
             set, from which a test part is drawn.
-        test: fraction of a client's samples that form its test part, if the client has no test set.
-        validation: fraction that forms the validation part. It is a fraction of the client's training set, or of all
-            its samples if it has no test set.
+        test: fraction of a client's samples that form its test part, unless the client has a test set.
+        validation: fraction of the samples that form the validation part. It is a fraction of the client's training
+            set, or of all its samples if the client has no test set.
         seed: seed of the splits.
         options: options of the data set, which are ``task``, ``name``, ``classes``, ``mean``, ``std``,
             ``channels_last`` and ``vocabulary``. If clients are dictionaries with ``x`` and ``y``, these may also
@@ -52,7 +52,8 @@ def as_federation(
     Raises:
         ConfigError: the argument is not a list or mapping of clients, or some clients have a test set and others do
             not.
-        DataError: the samples of a client cannot be read, or have a different shape than those of the first client.
+        DataError: the samples of a client cannot be read, or their shape differs from the shape of the first client's
+            samples.
     """
     name = str(options.pop("name", "clients"))
     if isinstance(clients, tuple) and len(clients) == 2:
@@ -136,7 +137,7 @@ def _is_split(client: Any, place: str) -> bool:
     """Return True if a client consists of a training and a test set, or False if it is a single set.
 
     Raises:
-        ConfigError: the client is a list of two sets, although a list must contain samples.
+        ConfigError: a client is given as a list of two sets, although a list must contain samples.
     """
     if isinstance(client, Mapping):
         return "train" in client
@@ -151,13 +152,13 @@ def _is_split(client: Any, place: str) -> bool:
 
 
 def _are_samples(sets: Sequence[Any]) -> bool:
-    """Return True if each object is a sample with a target that is a single number or text."""
+    """Return True if each object is a sample whose target is a single number or text."""
     pairs = [find_pair(one) or one for one in sets]
     return all(isinstance(pair, tuple) and len(pair) == 2 and np.ndim(pair[1]) == 0 for pair in pairs)
 
 
 def _is_values(side: object) -> bool:
-    """Return True if the object contains only features or only targets, or False if it is a set of both."""
+    """Return True if the object contains only features or only targets, or False if it is a set that contains both."""
     if hasattr(side, "shape"):
         return True
     return isinstance(side, tuple | list) and not (len(side) == 2 and all(hasattr(part, "__len__") for part in side))

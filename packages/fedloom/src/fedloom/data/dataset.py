@@ -29,9 +29,9 @@ Task = Literal["classification", "binary", "multilabel", "regression", "survival
 CLASS_TASKS = ("classification", "binary")
 """Tasks in which targets are classes."""
 MISSING_LEVEL = ""
-"""Level of a kept column for rows without a value."""
+"""Level of a kept column that represents rows without a value."""
 MOST_CLASSES = 2**16
-"""Maximum number of classes in a data set. Larger class numbers are probably measurements or errors in the data."""
+"""Maximum number of classes in a data set. Larger class numbers are likely to be measurements or errors in the data."""
 TOO_MANY = (
     f"at most {MOST_CLASSES:,} are allowed. Set task = 'regression' if labels are measurements, or name another column"
 )
@@ -55,7 +55,7 @@ class Prepare(Protocol):
 
         Args:
             x: raw features [N, p]. Missing values are NaN.
-            owner: client of each sample [N], or -1 for samples of no client, which are not read.
+            owner: client of each sample [N]. Samples with -1 belong to no client and are not read.
             train: bool mask [N] of the samples in their clients' training parts.
 
         Returns:
@@ -65,7 +65,7 @@ class Prepare(Protocol):
 
 
 class Rereads(Protocol):
-    """Samples that change at random, so they are read again for each step (see `fedloom.data.sources.rereading`)."""
+    """Samples that change at random, and are therefore read again for each step (`fedloom.data.sources.rereading`)."""
 
     def read_into(self, x: Tensor, index: Tensor, rng: torch.Generator) -> None:
         """Replace stored samples ``x [k, ...]`` at positions ``index [k]`` by new versions drawn with ``rng``."""
@@ -90,31 +90,32 @@ class Dataset:
             None for 0.
         std: standard deviation, with the same shape as `mean`. Values are divided by it after the subtraction. None for
             1.
-        test: positions [k] in `x` of the official test set of the source. None if the source has none.
-        columns: codes [N] (int64) for properties of samples by which clients can be formed, such as writer, hospital or
+        test: positions [k] in `x` of the samples in the source's official test set. None if the source has none.
+        columns: codes [N] (int64) for properties of samples that can define clients, such as writer, hospital or
             education.
         levels: names of the codes in each column.
         users: codes of the clients [N], if the source is already divided into clients.
         user_names: names of these clients, in the order of their codes.
-        prepare: preparation that is fitted for each client when a federation is created. Without it, the data must not
-            contain NaN (missing values).
+        prepare: preparation that is fitted for each client when a federation is created. If it is not given, the data
+            must not contain NaN (missing values).
         fitted: table from which the features were computed, with the fitted values, if there is one.
         ready: bool mask [N] of the samples whose features `prepare` has computed. All other samples are NaN, and no
-            part of a federation may contain them. None if all samples are ready.
+            part of a federation is allowed to contain them. None if all samples are ready.
         centre: number that was subtracted from regression targets.
         unit: number by which regression targets were divided after the subtraction. Errors are reported in this unit.
         vocabulary: names of the tokens. It is empty if samples are numbers.
-        positions: True if each position of a numeric sequence has its own label. In this case, `y` is [N, length], with
-            -1 for positions without a label.
+        positions: True if every position of a numeric sequence has its own label. In this case, `y` is [N, length],
+            with -1 at positions without a label.
         notes: notes on how the source was read, which a report shows.
-        conversion: the ``factors`` by which columns of a table were multiplied, the column ``users`` with the client of
-            each row, and the columns in ``days_since``. It is empty if no factors and no dates were converted.
-        design: which rows belong together, their order, and which rows form the test part. None if all rows are
-            independent.
+        conversion: the ``factors`` by which columns of a table were multiplied, the column ``users`` that contains the
+            client of each row, and the columns in ``days_since``. It is empty if no factors were applied and no dates
+            were converted.
+        design: which rows belong together, in which order they came, and which rows form the test part. None if all
+            rows are independent.
         original_dtype: numpy name of the type that the features had before they became `x`, such as ``"int64"``, or
             ``"uint8"`` if `x` contains bytes divided by 255. It is empty if the type has not changed.
-        rereading: object that reads samples again for every training step, because they change at random. For all other
-            purposes, `x` contains one random version of each sample. None if samples never change.
+        rereading: object that reads samples again for every training step, because the samples change at random. For
+            all other purposes, `x` contains one random version of each sample. None if samples never change.
 
     Raises:
         DataError: lengths differ, labels are outside 0..C-1, values are not finite, or types are wrong.
@@ -174,7 +175,7 @@ class Dataset:
 
         The accepted types are listed in `fedloom.data.sources.memory.as_dataset`.
 
-        Arrays and tensors of float32 or bytes are not copied, so changing them later changes the data set.
+        Arrays and tensors of float32 or bytes are not copied, so if they are changed later, the data set changes.
 
         >>> Dataset.create(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
@@ -202,14 +203,14 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of a model: one per class or label, k for a regression, or else 1."""
+        """Number of outputs of a model: one per class or label, k for a regression, or 1 otherwise."""
         if self.task == "classification":
             return len(self.classes)
         return self.y.shape[1] if self.task in ("multilabel", "regression") else 1
 
     @property
     def classed(self) -> bool:
-        """True if targets are classes and not numbers."""
+        """True if targets are classes rather than numbers."""
         return self.task in CLASS_TASKS
 
     @property
@@ -224,7 +225,7 @@ class Dataset:
 
     @property
     def labels(self) -> Tensor | None:
-        """Class of each sample [N]. None if samples have no class, or one class per position."""
+        """Class of each sample [N]. None if samples have no class, or if they have one class per position."""
         return self.y if self.classed and not self.each else None
 
     def __len__(self) -> int:
@@ -233,7 +234,7 @@ class Dataset:
     def checksum(self) -> str:
         """Return the SHA-256 digest of the types, shapes and bytes of `x` and `y`, in hexadecimal.
 
-        Samples that are not ready are replaced by 0.
+        Samples that are not ready are filled with 0.
         """
         digest = hashlib.sha256()
         x = self.x if self.ready is None else self.x.masked_fill(~self.ready.view(-1, *[1] * len(self.shape)), 0)
@@ -264,7 +265,7 @@ class Dataset:
         return facts
 
     def refuse_random(self, what: str) -> None:
-        """Raise an error if samples are reread for each step, because this would undo changes of stored samples.
+        """Raise an error if samples are reread for each step, because that would undo changes of the stored samples.
 
         Raises:
             DataError: samples are reread.
@@ -277,7 +278,7 @@ class Dataset:
             )
 
     def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
-        """Append copies of the samples at `index` ``[k]``, but with the features ``x`` and targets ``y``.
+        """Append copies of the samples at `index` ``[k]`` that have the features ``x`` and targets ``y``.
 
         Raises:
             DataError: samples are reread for each step.
@@ -357,7 +358,7 @@ class Dataset:
 
 
 def refuse(where: str, problems: Sequence[str]) -> None:
-    """Raise a single error that lists all problems of the data. Nothing happens if there are no problems.
+    """Raise a single error that lists all problems with the data. If there are no problems, nothing happens.
 
     Raises:
         DataError: the data have at least one problem.
@@ -369,7 +370,7 @@ def refuse(where: str, problems: Sequence[str]) -> None:
 
 
 def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
-    """Yield the problems of times and events, labels, or counts."""
+    """Yield the problems found in times and events, in labels, or in counts."""
     if task == "survival" and y.shape[1] != 2:
         yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
     elif task == "survival":

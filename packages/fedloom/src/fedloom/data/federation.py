@@ -1,4 +1,4 @@
-"""Federation: a data set that is divided into clients. It stores lists of indices, but no copies of samples."""
+"""Federation: a data set that is divided into clients. It stores lists of indices instead of copies of samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Federation:
         data: data set that contains the samples of all clients.
         parts: one `Split` each for ``"train"``, ``"validation"`` and ``"test"``.
         names: names of the clients.
-        test: positions of a common test set. None if the common test set is the union of all clients' test parts.
+        test: positions of the samples in a common test set. None if the common test set is the union of the test parts
+            of all clients.
         partition: description of the partition (its kind and fields), which is recorded.
         seed: seed of the split.
         groups: planted group of each client [n] (int64), if the partition creates groups.
@@ -100,7 +101,7 @@ class Federation:
         """Raise an error if a part contains samples whose features have not been prepared.
 
         Raises:
-            DataError: such samples exist.
+            DataError: there are such samples.
         """
         if self.data.ready is None:
             return
@@ -163,7 +164,7 @@ class Federation:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about the data and the split for a run's report, without duplicates."""
+        """Sentences for a run's report about the data and their split, without duplicates."""
         return list(dict.fromkeys(map(write_singular, (*self.notes, *self.data.notes))))
 
     @property
@@ -203,11 +204,11 @@ class Federation:
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
-        """Return normalized samples ``[..., *shape]`` at the positions `index`, as `dtype` (or tokens as int64)."""
+        """Return normalized samples ``[..., *shape]`` at the positions `index`, as `dtype` (tokens as int64)."""
         return self._scale(self._flat, index.reshape(-1)).view(*index.shape, *self.data.shape)
 
     def fetch_anew(self, index: Tensor, rng: torch.Generator) -> Tensor:
-        """Return samples as in `fetch`, but with new random changes drawn with ``rng`` if the data reread samples."""
+        """Return samples as `fetch` does, but with new random changes drawn with ``rng`` if the data reread samples."""
         if self.data.rereading is None:
             return self.fetch(index)
         x = self.data.x[index].cpu()
@@ -238,7 +239,7 @@ class Federation:
         return self._flat, one, one * 0
 
     def spread(self, index: Tensor) -> Tensor | None:
-        """Return the standard deviation ``[k, *shape]`` of noise for samples `index` ``[k]``, or None if it is 0."""
+        """Return the standard deviation ``[k, *shape]`` of the noise for samples `index` ``[k]``, or None if 0."""
         if self.noise is None:
             return None
         level = self.noise[index].to(self.dtype)
@@ -261,9 +262,9 @@ class Federation:
         return y.view(index.shape)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
-        """Return the federation with its samples and index lists on another device.
+        """Return the federation with its samples and index lists on a different device.
 
-        The values that its `fetch` returns have the type `dtype`.
+        The values that its method `fetch` returns have the type `dtype`.
         """
         data, d = self.data, device
         moved = replace(
@@ -288,12 +289,12 @@ class Federation:
         )
 
     def pooled(self) -> Federation:
-        """Return a federation with a single client that has the parts of all clients, for centralized training."""
+        """Return a federation for centralized training, with a single client that has the parts of all clients."""
         parts = {k: Split(s.index, s.offsets[[0, -1]]) for k, s in self.parts.items()}
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def rarity(self) -> Tensor:
-        """Return how rare each client's labels are ``[n]``: the mean of -log p, with p the frequency of a label.
+        """Return how rare each client's labels are ``[n]``: the mean of -log p, where p is the frequency of a label.
 
         The result is 0 for clients without samples, and for all clients if there are no classes.
         """
@@ -328,10 +329,10 @@ class Federation:
         return known.new_zeros(self.n, *known.shape[1:]).index_add(0, owner, known)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
-        """Return measures of how much clients differ, each of which is a list with one value per client.
+        """Return measures of how much clients differ. Each measure is a list with one value per client.
 
-        The measure ``sizes`` always exists. If there are classes, each client's labels are compared with those of all
-        clients: ``emd`` (sum of absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID
+        The measure ``sizes`` always exists. If there are classes, each client's labels are compared with the labels of
+        all clients: ``emd`` (sum of absolute differences, in [0, 2]; Zhao et al. 2018, Federated learning with non-IID
         data, Eq. 8), ``js`` (Jensen-Shannon divergence, base 2, in [0, 1]) and ``effective_classes`` (exponential of
         the entropy, in [1, C]). A value is NaN if a client has no samples in the part.
         """
@@ -349,7 +350,7 @@ class Federation:
         return out
 
     def _scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
-        """Return the scale and shift [p] that normalize stored values, or None if they are used unchanged.
+        """Return the scale and shift [p] that normalize stored values, or None if stored values are used unchanged.
 
         They express (x [/ 255] - mean) / std as x * scale + shift, where bytes are divided by 255.
 

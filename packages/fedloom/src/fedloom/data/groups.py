@@ -24,11 +24,11 @@ COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, 
 OPPOSITE_SIGNS = {">=": "<", "<=": ">", ">": "<=", "<": ">="}
 ROUNDING_TOLERANCE = 1e-6
 MOST_LEVELS = 20
-"""Maximum number of levels in a column for which each level forms a group."""
+"""Maximum number of levels in a column for which every level forms a group."""
 
 
 def column_of(group: str) -> str:
-    """Return the column that the definition of a group refers to.
+    """Return the column to which the definition of a group refers.
 
     >>> column_of("sex"), column_of("age >= 75")
     ('sex', 'age')
@@ -38,7 +38,7 @@ def column_of(group: str) -> str:
 
 
 def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
-    """Return the rows of each group as a bool mask ``[N]``, keyed by name of the group.
+    """Return the rows of each group as a bool mask ``[N]``, keyed by the name of the group.
 
     Rows without a value belong to no group.
 
@@ -81,14 +81,14 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
 
 
 def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """Return the choice and the name of each group, in an order that only depends on the agreed levels.
+    """Return the choice and the name of each group, in an order that depends only on the agreed levels.
 
     Args:
         choices: columns or thresholds, as in `groups_of`.
-        levels: agreed levels of all columns that have levels.
+        levels: agreed levels of every column that has levels.
 
     Raises:
-        ConfigError: no levels were agreed for a column without a threshold.
+        ConfigError: no levels were agreed on for a column without a threshold.
     """
     names = []
     for choice in choices:
@@ -106,20 +106,21 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
 
 
 def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int) -> list[bool]:
-    """Return for which groups a site may publish results without revealing a set of rows that is too small.
+    """Return the groups for which a site may publish results without revealing a set of rows that is too small.
 
     A site publishes sums over all rows and over the rows of each published group. The sum over a set of rows can then
     be derived if the indicator of the set is a linear combination of the published indicators. This corresponds to the
     audit in cell suppression (L. H. Cox, "Suppression methodology and statistical disclosure control", JASA 1980). It
-    must not be possible to derive any of the following sets if they are too small: groups that are not published, rows
-    outside all groups of a choice, rows in two groups, rows in one group but not in another, and rows that are in the
-    same groups. Groups without rows may be published, because their sums are zero.
+    must not be possible to derive statistics of any of the following sets if the set is too small: groups that are not
+    published, rows outside all groups of a choice, rows in two groups, rows in one group but not in another, and rows
+    that are in the same groups. Groups without rows may be published, because their sums are zero.
 
     Args:
         members: bool mask of the rows in each group, ``[G, N]``.
-        choice: index of the choice to which each group belongs. Groups of the same choice must not share rows.
-        counts: ``[N, q]``, with 1 for every row in the first column, and 1 in each other column if the row is of a kind
-            that needs a minimum number, such as a class.
+        choice: index of the choice to which each group belongs. Groups that belong to the same choice must not share
+            rows.
+        counts: ``[N, q]``. The first column is 1 for every row. Each other column stands for a kind that needs a
+            minimum number of rows, such as a class, and is 1 for the rows of this kind.
         least: minimum number of rows of each kind in a set.
     """
     is_open = [not bool(group.any()) or enough(counts[group].sum(0), least) for group in members]
@@ -145,7 +146,10 @@ def published(members: Tensor, choice: Sequence[int], counts: Tensor, least: int
 
 
 def subjects_of(data: Dataset) -> Tensor | None:
-    """Return the subject ``[N]`` of each row as a number from 0. Return None if subjects are unknown."""
+    """Return the number ``[N]`` of the subject to which each row belongs, counted from 0.
+
+    Return None if the subjects are unknown.
+    """
     design = data.design
     return None if design is None or design.subject is None else torch.from_numpy(design.units)
 
@@ -153,20 +157,21 @@ def subjects_of(data: Dataset) -> Tensor | None:
 def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) -> Tensor:
     """Return 1 for each row, and 1 for each kind (class, event or label) to which the row belongs.
 
-    Rows with a label and rows without this label are two different kinds.
+    Rows with a given label and rows without this label form two different kinds.
 
-    If subjects are known, each row counts as a fraction of its subject's rows of that kind, so that a sum over rows is
-    at most the number of subjects.
+    If subjects are known, each row has the weight of its share among the subject's rows of that kind, so that a sum
+    over rows is at most the number of subjects.
 
     The published results of a group contain the numbers of rows and of correct predictions per class. A class without
-    rows in the group is a kind, too, because the results would show that no patient in the group belongs to it.
+    rows in the group is also a kind, because the results would show that no patient in the group belongs to it.
 
     Args:
         task: task of the data.
         y: targets, which are classes ``[N]``, numbers ``[N, k]``, or labels of sequences ``[N, L]`` with -1 for
             positions without a label.
         outputs: number of outputs of a model for these data. If there are several classes, this is one per class.
-        units: subject ``[N]`` of each row as a number from 0. None if each row is a subject of its own.
+        units: number ``[N]`` of the subject to which each row belongs, counted from 0. None if each row is treated as a
+            separate subject.
 
     Returns:
         Values from 0 to 1, float64 ``[N, q]``.
@@ -189,13 +194,13 @@ def row_counts(task: str, y: Tensor, outputs: int, units: Tensor | None = None) 
 def enough(counts: Tensor, least: int) -> bool:
     """Return True if there are enough rows of every kind.
 
-    Sums of a subject's fractions may differ from 1 by rounding errors.
+    Rounding errors may cause the sum of a subject's fractions to differ from 1.
     """
     return bool((counts >= least - ROUNDING_TOLERANCE).all())
 
 
 def _follows(rows: Tensor, basis: Tensor) -> bool:
-    """Return True if the indicator of a set of rows is a linear combination of those in a basis."""
+    """Return True if the indicator of a set of rows is a linear combination of the indicators in a basis."""
     solution = torch.linalg.lstsq(basis.T, rows[:, None], driver="gelsd").solution
     return bool((basis.T @ solution - rows[:, None]).abs().max() < 1e-9)
 
@@ -249,7 +254,7 @@ def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
 
 
 def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
-    """Return the rows of the two groups of a choice as bool masks ``[N]``.
+    """Return the rows of the two groups of a choice, as bool masks ``[N]``.
 
     Raises:
         ConfigError: the column was not kept, or does not define exactly two groups.

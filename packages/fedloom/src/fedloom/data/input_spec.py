@@ -1,4 +1,4 @@
-"""InputSpec: what must be known about the training data to prepare new samples for a model, or to reject them."""
+"""InputSpec: information about the training data by which samples for a model are prepared or rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
-"""Facts about samples that must be the same at a server and its sites."""
+"""Facts about samples that must be the same on a server and at its sites."""
 NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for users whose samples are not in a table."""
 
@@ -120,7 +120,7 @@ class InputSpec(Value):
 
     @property
     def positions(self) -> int:
-        """Number of labels per sample, if each token, time step or pixel has one."""
+        """Number of labels per sample if each token, time step or pixel has its own label."""
         return self.shape[0] if self.vocabulary or len(self.shape) < 3 else math.prod(self.shape[1:])
 
     @property
@@ -130,7 +130,7 @@ class InputSpec(Value):
 
     @property
     def agreement(self) -> Agreement | None:
-        """Agreement by which sites read their tables like the training data, or None if the data are not a table."""
+        """Agreement for reading sites' tables like the training data, or None if the data are not a table."""
         if self.table is None:
             return None
         columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
@@ -156,13 +156,14 @@ class InputSpec(Value):
         return Dataset.create(data, task=self.task, **options)
 
     def take(self, data: Dataset) -> Dataset:
-        """Return new data in the form of the training data: classes and columns are matched by name, and scaled alike.
+        """Return new data in the form of the training data: classes and columns are matched by name and scaled alike.
 
         Args:
             data: data set from any source. It does not need to contain all classes.
 
         Raises:
-            DataError: classes, columns, the shape or the range of values do not match, or samples change at random.
+            DataError: the classes, the columns, the shape or the value range differ from what is expected, or samples
+                change at random.
         """
         data.refuse_random("a trained model")
         return Dataset(
@@ -184,10 +185,10 @@ class InputSpec(Value):
 
     @default_to_cpu()
     def raw(self, data: Dataset) -> Tensor:
-        """Return the samples of new data without labels, as raw columns ``[N, p]`` of a table or as ``[N, *shape]``.
+        """Return unlabeled new samples, as raw columns ``[N, p]`` of a table or as ``[N, *shape]``.
 
         Raises:
-            DataError: columns, the shape or the range of values do not match.
+            DataError: the columns, the shape or the value range differs from what is expected.
         """
         if self.table is not None:
             return self._columns(self.table, data)
@@ -205,16 +206,18 @@ class InputSpec(Value):
     def samples(self, x: Tensor, name: str, original_dtype: str = "") -> Tensor:
         """Check samples that do not come from a table, and return them as ``[N, *shape]``.
 
-        A model that was trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are not
-        changed. A model that was trained on floats accepts floats, which are not changed, and no images of integers.
+        A model that was trained on bytes accepts bytes, which are divided by 255, and floats from 0 to 1, which are
+        used unchanged. A model that was trained on floats accepts floats, which are used unchanged, but no images of
+        integers.
 
         Args:
             x: bytes, floats or tokens.
-            name: name of the data in messages.
+            name: name by which messages refer to the data.
             original_dtype: original type, as in `Dataset.original_dtype`.
 
         Raises:
-            DataError: the shape, type or range of values does not match. The message states what is expected.
+            DataError: the shape, the type or the value range differs from what is expected. The message states what is
+                expected instead.
         """
         if self.vocabulary:
             refuse(name, [*wrong_tokens(x, self.vocabulary)])
@@ -271,7 +274,7 @@ class InputSpec(Value):
         return code[data.y]
 
     def _columns(self, table: Table, data: Dataset) -> Tensor:
-        """Return raw columns ``[N, p]`` in the order of the training data, with the codes of levels used there."""
+        """Return raw columns ``[N, p]`` in the order of the training data, with the level codes used there."""
         wanted = [c.name for c in table.columns]
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
@@ -288,7 +291,9 @@ class InputSpec(Value):
 
 
 def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
-    """Return a federation in which a single client has all samples. Tables are scaled with the client's training part.
+    """Return a federation in which a single client owns all samples.
+
+    The columns of a table are scaled with the client's training part.
 
     Args:
         data: result of `InputSpec.take`.
@@ -311,7 +316,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
 
 
 def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
-    """Return a column's values with the codes of levels used in the training data."""
+    """Return a column's values, with the codes of levels that were used in the training data."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}
         raise DataError(
@@ -336,7 +341,7 @@ def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> T
 
 
 def _cure_of_shape(got: tuple[int, ...], shape: tuple[int, ...]) -> str:
-    """Return advice for samples of shape ``got``, with their number first, or "" if other samples are needed."""
+    """Return advice for samples of shape ``got``, starting with their number, or "" if other samples are needed."""
     images = len(shape) == 3
     if images and (got[3:], got[1:3]) == (shape[:1], shape[1:]):
         return ". The channels are last: pass numpy.moveaxis(x, -1, 1)"

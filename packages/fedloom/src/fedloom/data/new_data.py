@@ -1,4 +1,4 @@
-"""NewData: reading of files and data sets that appear after a run, with those options of the run that still apply."""
+"""NewData: reading of files and data sets that appear after a run, with the options of the run that still apply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedloom.values import fields_of
 DETECTED_OPTION_DEFAULTS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
 """Options that are detected for each file, unless the run used a value other than these."""
 FILE_OPTIONS = ("header", "skip", "encoding", "sheet", "labels", "catalog")
-"""Options for the layout of a file, which do not apply to files in another format."""
+"""Options for the layout of a file, which do not apply to files in other formats."""
 FIXED_TABLE_OPTIONS = (
     "agreement",
     "categorical",
@@ -42,7 +42,7 @@ FIXED_TABLE_OPTIONS = (
 
 
 def client_column_of(conversion: Mapping[str, Any]) -> str | None:
-    """Return the name of the client column from the options of a run's data, or None if they name no such column.
+    """Return the name of the client column from the data options of a run, or None if these options do not name one.
 
     Earlier versions called this option ``users``.
     """
@@ -51,7 +51,7 @@ def client_column_of(conversion: Mapping[str, Any]) -> str | None:
 
 
 class NewData(NamedTuple):
-    """Reader of new data with the options of a run.
+    """Reader of new data that uses the options of a run.
 
     options: table ``[data]`` of the run.
     """
@@ -65,10 +65,10 @@ class NewData(NamedTuple):
         return factors
 
     def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read new data with labels, whose columns are matched by name to those of the training data.
+        """Read labeled new data. The columns are matched by name to those of the training data.
 
         Args:
-            facts: description of the models' training data.
+            facts: description of the data on which the models were trained.
             data: name or path, as in ``[data] source``.
             data_dir: folder of data sets.
 
@@ -88,7 +88,7 @@ class NewData(NamedTuple):
     ) -> NewRows:
         """Read rows without labels from a file, or take them from memory.
 
-        Arguments and errors are the same as in `labelled` and `new_rows`.
+        The arguments and errors are the same as in `labelled` and `new_rows`.
         """
         users, factors = client_column_of(self.options), self.factors
         if not isinstance(data, str | Path):
@@ -112,7 +112,7 @@ class NewData(NamedTuple):
             return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
-        """Return a source for new data with those options of the run that apply to them."""
+        """Return a source for new data that uses the applicable data options of the run."""
         options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
         name = self.options.get("source", "")
         named = SOURCES.get(name)

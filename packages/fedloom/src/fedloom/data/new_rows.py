@@ -1,4 +1,4 @@
-"""Rows without labels in the form of a model's training data."""
+"""Unlabeled rows in the form of a model's training data."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class NewRows(NamedTuple):
 
     Attributes:
         x: raw columns of a table ``[N, p]`` (float64) in the order of the training data, with codes for levels and NaN
-            for missing cells. If the data are not a table, samples ``[N, *shape]``.
-        sites: client of each row, read from a column. None if no column names the clients.
+            for missing cells. For data that are not a table, samples ``[N, *shape]``.
+        sites: client of each row, read from a column of the table. None if no column contains the names of the clients.
         notes: notes on cells that were filled.
-        files: file of each row, if each row has a file of its own.
+        files: file that contains each row, if each row has a separate file.
         kept: columns that are written next to the predictions, as text, keyed by name.
     """
 
@@ -56,26 +56,26 @@ def new_rows(
     keep: Sequence[str] = (),
     days_since: Mapping[str, str] | None = None,
 ) -> NewRows:
-    """Return rows without labels as a model needs them: columns are matched by name, and levels become codes.
+    """Return unlabeled rows in the form that a model needs: columns are matched by name, and levels become codes.
 
     Args:
         facts: description of the model's training data.
         rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas, pyarrow or polars table, a dict
-            of columns, or an array ``[N, *shape]``. A table without text may also be an array of its columns. A model
-            of sequences accepts texts or tokens ``[N, length]``. Columns that the model does not use are ignored.
-            Samples may also be a list of arrays, tensors or pictures, a torch data set, or a data set from the hub (see
-            `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`).
-        name: name of the data in messages.
+            of columns, or an array ``[N, *shape]``. If a table contains no text, it may also be given as an array of
+            its columns. A model of sequences accepts texts or tokens ``[N, length]``. Columns that the model does not
+            use are ignored. Samples may also be a list of arrays, tensors or pictures, a torch data set, or a data set
+            from the hub (see `fedloom.data.samples.features_alone` and, for bytes and floats, `InputSpec.samples`).
+        name: name by which messages refer to the data.
         users: column that contains the client of each row, or None.
         factors: factors by which columns are multiplied (see `fedloom.data.sources.tabular.TableSource`).
         keep: columns of a table that are added to the result, such as a patient number.
-        days_since: date columns, each with the column or date from which its days are counted. It must not be used for
-            an open table.
+        days_since: date columns, each with the column or the date from which its days are counted. It must not be used
+            if the table is open.
 
     Raises:
-        DataError: columns are missing, the shape does not match, numeric columns contain text, or cells are
-            missing or levels are unknown, and the model was trained without imputation. A single message lists all
-            problems.
+        DataError: columns are missing, the shape does not match the model, numeric columns contain text, or the model
+            was trained without imputation and cells are missing or levels are unknown. All problems are listed in a
+            single message.
     """
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name} must be a table or an array, got the path {str(rows)!r}. Read the file first")
@@ -118,7 +118,7 @@ def _replace_dates(
     days_since: Mapping[str, str] | None,
     facts: InputSpec,
 ) -> Iterator[Piece]:
-    """Replace dates in cells by numbers of days, as for training."""
+    """Replace dates in cells by numbers of days, in the same way as for training."""
     if not days_since or facts.table is None:
         return cells
     check_dates(days_since, names, problems.where)

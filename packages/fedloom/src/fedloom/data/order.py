@@ -16,17 +16,17 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
     """Return the positions of the samples in one client's batches.
 
     Each epoch is a new permutation that is divided into ceil(size / batch_size) batches. The last batch of an epoch may
-    be shorter. The batches depend only on (size, batch_size, gen), so a larger number of steps does not change the
-    first batches.
+    be shorter. The batches depend only on (size, batch_size, gen), so the first batches remain the same if the number
+    of steps is larger.
 
     Args:
         size: number of the client's samples, at least 1.
         batch_size: number of samples per step, at least 1. None for full batches, whose samples are in order.
         steps: number of steps, at least 0.
-        gen: random generator for (seed, round, client, purpose). Full batches need no generator.
+        gen: random generator that belongs to (seed, round, client, purpose). Full-batch training needs no generator.
 
     Returns:
-        Positions [steps, batch_size] (int64) from 0 to size - 1, with -1 as padding of short batches.
+        Positions [steps, batch_size] (int64) from 0 to size - 1. Short batches are padded with -1.
 
     >>> from fedloom.seeds import generator
     >>> plan(3, 2, 3, generator(0)).shape
@@ -73,7 +73,7 @@ def plans(
         seed: seed that identifies the random generators, together with the next three arguments.
         round: number of the round.
         clients: ids of the clients.
-        purpose: purpose of the random draws.
+        purpose: purpose for which the random numbers are drawn.
 
     Returns:
         Positions ``[most steps, m, b]``, where b is at most ``batch_size``, with -1 as padding.

@@ -1,4 +1,4 @@
-"""Bytes and floats: which numbers a model accepts, given the type of its training data."""
+"""Bytes and floats: which numbers a model accepts, depending on the type of its training data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedloom.data.dataset import Dataset
 from fedloom.errors import DataError
 
 FLOAT_TYPE_PREFIXES = ("float", "bfloat")
-"""Prefixes of the names of types that can represent fractions."""
+"""Prefixes of the names of data types that can represent fractions."""
 ROUNDING_TOLERANCE = 1e-3
-"""Maximum amount by which floats may exceed the range from 0 to 1 for the message to suggest clipping.
+"""Maximum amount by which floats may exceed the range from 0 to 1 if the message is to suggest clipping.
 
-The values of a resized image exceed the range by about 1e-7, and those of normalized samples by about 1. The limit is a
-quarter of a gray level.
+The values of a resized image exceed the range by about 1e-7, and the values of normalized samples by about 1. The limit
+is a quarter of a gray level.
 """
 
 
@@ -24,7 +24,7 @@ def came_as_bytes(data: Dataset) -> bool:
 
 
 def came_as_integers(data: Dataset) -> bool | None:
-    """Return True if images were given as integers other than bytes, False if they were floats, None without images."""
+    """Return True if images were integers other than bytes, False if they were floats, or None without images."""
     if data.prepare is not None or data.vocabulary or data.x.ndim != 4 or came_as_bytes(data):
         return None
     return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)
@@ -33,20 +33,21 @@ def came_as_integers(data: Dataset) -> bool | None:
 def refuse_other_numbers(
     x: Tensor, name: str, pixels: bool, original_dtype: str = "", integers: bool | None = None
 ) -> None:
-    """Raise an error if the type or range of samples does not match what a model accepts.
+    """Raise an error if the type or value range of samples is not what a model accepts.
 
     Args:
         x: samples ``[N, ...]``.
-        name: name of the data in messages.
+        name: name by which messages refer to the data.
         pixels: True if the model was trained on bytes. Such a model accepts bytes, which are divided by 255, and floats
-            from 0 to 1, which are not changed. All other models accept floats, which are not changed. A model that was
-            trained on bytes accepts no integers and booleans, because their meaning would be ambiguous.
+            from 0 to 1, which are used unchanged. All other models accept floats, which are used unchanged. A model
+            that was trained on bytes does not accept integers or booleans, because their meaning would be ambiguous.
         original_dtype: original type, as in `Dataset.original_dtype`.
-        integers: False if the model was trained on images of floats. Such a model accepts no integers and booleans
-            either, because they may have any scale. For other models, they become floats as in training.
+        integers: False if the model was trained on images of floats. Such a model does not accept integers or booleans
+            either, because they may have any scale. For other models, they are converted to floats as in training.
 
     Raises:
-        DataError: the type or range does not match, or values are NaN or Inf. The message states what is expected.
+        DataError: the type or the value range is not as expected, or values are NaN or Inf. The message states what is
+            expected instead.
     """
     dtype = _dtype_name(x, original_dtype)
     odd = ~x.isfinite().flatten(1).all(1)
@@ -75,7 +76,7 @@ def refuse_other_numbers(
 
 
 def _cure_of_range(x: Tensor, dtype: str, low: float, high: float) -> str:
-    """Return advice on samples that are neither bytes nor floats from 0 to 1, for a model that was trained on bytes."""
+    """Return advice on samples that are neither bytes nor floats from 0 to 1, if the model was trained on bytes."""
     if dtype == "bool":
         return "pass x.astype('float32'), in which True is white, or bytes"
     if low >= 0 and high <= 255 and bool((x == x.floor()).all()):

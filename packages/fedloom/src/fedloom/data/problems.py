@@ -1,7 +1,6 @@
 """Synthetic problems with known solutions, in which all clients have the same number of samples.
 
-The mean over clients is therefore also the mean over samples. The solutions are contained in the tests, which check
-them.
+The mean over clients is therefore also the mean over samples. The tests contain the solutions, and check them.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class _Equal(Source):
 class LinearRegression(_Equal):
     """Federated linear regression of FLAME, section V-D and appendix B: y = X_i theta_i + z with X_i' X_i = N b I.
 
-    After one round of exact steps from 0, client i sends q times its least squares solution, where q = 1 for pFedMe and
-    Ditto. The last `malicious` clients are attackers with strength gamma. The paper is corrected as follows: the
-    variance of the least squares solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq. 161
-    is over benign clients, and the thresholds in Proposition 2 are the derived minimizers of the losses (the printed
-    ones lack a norm). Proposition 3 holds if all theta_i have the same length (`equal_length`), which its proof
+    After one round of exact steps from 0, client i sends its least squares solution multiplied by q, where q = 1 for
+    pFedMe and Ditto. The last `malicious` clients are attackers with strength gamma. The paper is corrected as follows:
+    the variance of the least squares solution is sigma^2/(b N) throughout (Eq. 157 and 159 print b m), the sum in Eq.
+    161 is over benign clients, and the thresholds in Proposition 2 are the derived minimizers of the losses (the
+    printed ones lack a norm). Proposition 3 holds if all theta_i have the same norm (`equal_length`), which its proof
     requires. Otherwise, it may not hold.
     """
 
@@ -86,12 +85,15 @@ class LinearRegression(_Equal):
         return np.asarray(np.einsum("mnd,md->mn", x, theta) + self.sigma * noise)
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return a float64 data set with the first draw of the noise, whose users are the clients."""
+        """Return a float64 data set with the first random draw of the noise.
+
+        The users in this data set are the clients.
+        """
         return self._dataset("linear-regression", self.truth()[1], self.targets(0))
 
 
 class SparseLogistic(_Equal):
-    """Sparse logistic regression: mean logistic loss + penalty * ||w||_1, with a tenth of the features relevant."""
+    """Sparse logistic regression: mean logistic loss + penalty * ||w||_1. A tenth of the features are relevant."""
 
     samples: int = Field(default=50, ge=1, description="N, number of samples per client")
     features: int = Field(default=30, ge=1, description="features d")
@@ -99,7 +101,7 @@ class SparseLogistic(_Equal):
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return a binary task with float64 features, whose users are the clients."""
+        """Return a binary classification task with float64 features. The users in this data set are the clients."""
         rng = numpy_generator(self.seed, purpose="sparse logistic")
         shift = self.spread * rng.standard_normal((self.clients, 1, self.features))
         x = shift + rng.standard_normal((self.clients, self.samples, self.features))
@@ -121,7 +123,7 @@ class LowRank(_Equal):
     spread: float = Field(default=0.5, ge=0, description="standard deviation of each client's feature means")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Return a float64 regression task, whose users are the clients."""
+        """Return a float64 regression task. The users in this data set are the clients."""
         rng = numpy_generator(self.seed, purpose="low rank")
         shift = self.spread * rng.standard_normal((self.clients, 1, self.features))
         x = shift + rng.standard_normal((self.clients, self.samples, self.features))

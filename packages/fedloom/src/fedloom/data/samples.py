@@ -31,7 +31,7 @@ FEATURE_TARGET_NAMES = (
 
 
 TARGET_READINGS = 8
-"""Number of times that a few samples are read to check that their targets do not change."""
+"""Number of times that a few samples are read in order to check that their targets do not change."""
 
 
 class Stack(NamedTuple):
@@ -41,8 +41,8 @@ class Stack(NamedTuple):
         x: features ``[N, ...]``, bytes or float32.
         y: targets in their original form.
         dtype: numpy name of the type of the first sample.
-        pictures: True if samples were pictures, whose channels have been moved to the first axis.
-        reader: function that reads samples again with new random changes. None if samples do not change.
+        pictures: True if samples were pictures. Their channels have been moved to the first axis.
+        reader: function that reads samples again and draws new random changes. None if samples do not change.
     """
 
     x: NDArray[Any]
@@ -102,7 +102,7 @@ def stacked(samples: Iterable[tuple[object, object]], name: str) -> Stack:
 
 
 def _numbers(value: object) -> NDArray[Any]:
-    """Return a sample as an array. Pictures have the channels first, and colors instead of a palette."""
+    """Return a sample as an array. In pictures, the channels come first, and colors replace a palette."""
     array = as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)  # type: ignore[attr-defined]
     if is_picture(value) and array.ndim == 3:
         array = array.transpose(2, 0, 1)
@@ -112,12 +112,13 @@ def _numbers(value: object) -> NDArray[Any]:
 def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> Stack:
     """Return the stacked samples of a torch data set.
 
-    If samples change at random, return one version of them and a function that reads further versions.
+    If samples change at random, return one version of the samples and a function that reads further versions.
 
     Args:
-        obj: data set whose samples are pairs (features, target), or also features alone if ``labelled`` is False.
+        obj: data set whose samples are pairs (features, target). If ``labelled`` is False, samples may also be features
+            alone.
         name: name of the data set in messages.
-        labelled: True if each sample must have a target.
+        labelled: True if every sample must have a target.
 
     Raises:
         ConfigError: the data set has no length.
@@ -157,7 +158,7 @@ def stacked_torch(obj: TorchDataset[Any], name: str, labelled: bool = True) -> S
 
 
 def _samples(obj: TorchDataset[Any], name: str, places: Sequence[int] | None = None) -> Iterator[Any]:
-    """Yield the samples of a data set that a user wrote, whose code may raise errors."""
+    """Yield the samples of a user-defined data set, whose code may raise errors."""
     count: Any = 0
     if not isinstance(obj, IterableDataset) and not hasattr(obj, "__len__"):
         raise ConfigError(
@@ -183,13 +184,13 @@ def paired(
     Args:
         samples: tuples (features, target), or dictionaries that contain both under names in `FEATURE_TARGET_NAMES`.
         name: name of the data set in messages.
-        labelled: True if each sample must have a target. If it is False, features alone are accepted, too, and their
-            target is 0.
-        places: numbers of the samples in messages. None for 0, 1, ...
+        labelled: True if every sample must have a target. If it is False, samples that consist of features alone are
+            also accepted, and their target is 0.
+        places: numbers by which messages refer to the samples. None stands for 0, 1, ...
 
     Raises:
-        DataError: a sample has another form. A list is rejected, too, because two features could be mistaken for
-            features and a target.
+        DataError: a sample has a different form. A list is also rejected, because its two features could be mistaken
+            for features and a target.
     """
     for k, entry in enumerate(samples):
         sample = find_pair(entry) or entry
@@ -214,8 +215,8 @@ def stacked_hub(obj: Any, x_name: str, y_name: str | None, users: str | None, na
     Args:
         obj: Hugging Face data set.
         x_name: column with the features.
-        y_name: column with the targets. None if all targets are 0.
-        users: column with the client of each row. None if there is no such column.
+        y_name: name of the target column. None if all targets are 0.
+        users: name of the column that contains the client of each row. None if there is no such column.
         name: name of the data set in messages.
 
     Raises:
@@ -250,13 +251,14 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
     """Return samples ``[N, ...]`` that need no targets, and the numpy name of their original type.
 
     Args:
-        rows: an array or tensor. A list of samples (arrays, tensors or pictures) is accepted, too. So is a torch data
-            set, whose targets are ignored. A data set from the hub needs a column of arrays or pictures.
-        name: name of the data in messages.
+        rows: an array or tensor. A list of samples (arrays, tensors or pictures) is also accepted. A torch data set is
+            also accepted, but its targets are ignored. A data set from the hub must have a column that contains arrays
+            or pictures.
+        name: name by which messages refer to the data.
 
     Raises:
-        ConfigError: the argument is a tuple, which would contain features and targets, or has any other form that is
-            not accepted.
+        ConfigError: the argument is a tuple, which would contain features and targets, or it has any other unsupported
+            form.
         DataError: samples differ in their shape or type.
     """
     if isinstance(rows, tuple):
@@ -284,10 +286,10 @@ def features_alone(rows: Any, name: str) -> tuple[NDArray[Any], str]:
 
 
 def arrayed(values: Any, name: str) -> tuple[NDArray[Any], str, bool]:
-    """Return features ``[N, ...]``, the numpy name of their type, and whether they were pictures (see `stacked`).
+    """Return features ``[N, ...]``, the numpy name of their type, and whether samples were pictures (see `stacked`).
 
     Raises:
-        DataError: samples differ in shape, or bytes are mixed with other numbers, which have a different scale.
+        DataError: samples differ in shape, or some samples are bytes and others are numbers on a different scale.
     """
     samples = values if isinstance(values, list | tuple) else ()
     if any(map(is_picture, samples)):

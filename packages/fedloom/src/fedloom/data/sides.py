@@ -1,4 +1,4 @@
-"""Side: a training or test set of a user in memory, as arrays, and errors for sets that do not match."""
+"""Side: one user's training or test set in memory, as arrays, and errors for sets that do not match."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Side(NamedTuple):
     """Training or test set: features, targets, clients of the samples, declared classes and columns, and notes.
 
     `dtype` is the numpy name of the type of individual samples, or empty if the set was an array. `pictures` is True if
-    the samples were pictures, whose channels have been moved to the first axis.
+    the samples were pictures. Their channels have been moved to the first axis.
     """
 
     x: NDArray[Any]
@@ -74,7 +74,7 @@ class Side(NamedTuple):
         return cls(stack.x, plain(stack.y, name), reader=stack.reader, **more)
 
     def placed(self, channels_last: bool | None, place: str) -> Side:
-        """Return the set with the channels of images moved to the first axis (see `channels_first`)."""
+        """Return the set after moving the channels of images to the first axis (see `channels_first`)."""
         read = self.reader
         if self.pictures:
             return self
@@ -88,15 +88,15 @@ class Side(NamedTuple):
 
 
 def common_classes(sides: Iterable[Side]) -> tuple[str, ...]:
-    """Return the classes of sets with the same numbering, taken from the set that declares most of them."""
+    """Return the classes of sets with consistent numbering, taken from the set that declares most classes."""
     return max((side.classes for side in sides), key=len)
 
 
 def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
-    """Return further entries of dictionaries (besides features and targets), concatenated and keyed by role.
+    """Return the other entries of dictionaries (all except features and targets), concatenated and keyed by role.
 
     Raises:
-        DataError: only some of the sets contain an entry.
+        DataError: some, but not all, of the sets contain an entry.
     """
     by_role = {
         role: [side[role] for side in sides if isinstance(side, Mapping) and role in side] for role in SAMPLE_ROLES
@@ -108,16 +108,16 @@ def join_roles(sides: Sequence[object], name: str) -> dict[str, NDArray[Any]]:
 
 
 def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) -> None:
-    """Raise an error if sets cannot be joined without changing the meaning of one of them.
+    """Raise an error if sets cannot be joined without changing the meaning of at least one of them.
 
     Args:
         name: name of the data set.
-        sides: sets, keyed by how messages refer to them.
+        sides: sets, keyed by the names that messages use for them.
         tokens: True if features are tokens, which may also be stored as bytes.
 
     Raises:
-        DataError: samples lack targets, features are bytes in some sets and other numbers in others, targets are text
-            in some and numbers in others, or classes or columns differ in their order.
+        DataError: samples have no targets, features are bytes in some sets and other numbers in others, targets are
+            text in some sets and numbers in others, or classes or columns are in different orders.
     """
     for who, side in sides.items() if len(sides) > 1 else ():
         if side.x.shape[:1] != side.y.shape[:1]:
@@ -157,7 +157,7 @@ def refuse_unlike(name: str, sides: Mapping[str, Side], tokens: bool = False) ->
 
 
 def refuse_order(x: object, y: object, name: str) -> None:
-    """Raise an error if the pandas index of the targets has another order than that of the features."""
+    """Raise an error if the order of the pandas index of the targets differs from the order of the features."""
     rows, labels = (getattr(part, "index", None) if hasattr(part, "iloc") else None for part in (x, y))
     if rows is None or labels is None or len(rows) != len(labels) or rows.equals(labels):
         return
@@ -237,7 +237,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
 
 
 def _is_array(obj: object) -> bool:
-    """Return True if NumPy can read the object as an array, such as an h5py or zarr array."""
+    """Return True if NumPy can read the object as an array. This is the case for an h5py or zarr array, for example."""
     return hasattr(obj, "__array__") and not is_frame(obj) and not isinstance(obj, TorchDataset)
 
 
@@ -246,7 +246,7 @@ def _classes(obj: TorchDataset[Any]) -> tuple[str, ...]:
 
 
 def are_many(pairs: Sequence[Any]) -> bool:
-    """Return True if all pairs are sets of labeled samples, such as clients or batches, and not single samples."""
+    """Return True if every pair is a set of labeled samples, such as a client or a batch, and not a single sample."""
     shapes = [
         [tuple(getattr(part, "shape", ())) for part in pair]
         for pair in pairs
@@ -257,7 +257,7 @@ def are_many(pairs: Sequence[Any]) -> bool:
 
 
 def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
-    """Return the error for batches that are passed instead of a data set."""
+    """Return the error for batches that were passed instead of a data set."""
     return ConfigError(
         f"{place} is a list of {len(batches)} batches. Pass the data set from which the batches came, "
         "or (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))"
@@ -267,7 +267,7 @@ def batches_given(place: str, batches: Sequence[Any]) -> ConfigError:
 def _unread(obj: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return a note on entries of a dictionary that have one value per sample but are not read.
 
-    If the entry is a test set, raise an error instead.
+    If the entry is a test set, an error is raised instead.
 
     Raises:
         ConfigError: the dictionary contains a test set besides features and targets.

@@ -24,12 +24,12 @@ class SiteRows(NamedTuple):
 
     Attributes:
         sites: columns ``[N, p]`` and targets ``[N, k]`` of each site.
-        columns: names of the columns. A text column yields one column for each of its levels except the first.
+        columns: names of the columns. A text column becomes one column for each of its levels except the first.
         names: names of the sites.
         data: data set from which the rows come.
-        notes: notes on rows that are left out.
-        test: columns and targets of each site's test rows, which are not contained in `sites`. It is empty if no test
-            rows are marked.
+        notes: notes on rows that are omitted.
+        test: columns and targets of each site's test rows, which are not part of `sites`. If no test rows are marked,
+            it is empty.
     """
 
     sites: list[tuple[Floats, Floats]]
@@ -48,8 +48,8 @@ def rows_by_site(
     Args:
         source: table, with the name of the column that contains the client of each row.
         data_dir: folder of data sets.
-        test: column, and the value in it that marks test rows. The regression does not use this column.
-        changes: options of the source to replace.
+        test: column that marks test rows, and the value in it that does so. The regression does not use this column.
+        changes: options of the source that are replaced.
 
     Raises:
         ConfigError: the source is not a table, or has no column besides the target.
@@ -91,7 +91,7 @@ def _rows_with(data: Dataset, column: str, value: str) -> Tensor:
     """Return a mask ``[N]`` of the rows that have a given value in a column.
 
     Raises:
-        ConfigError: no row or every row has this value.
+        ConfigError: none or all of the rows have this value.
     """
     levels = data.levels[column]
     if value not in levels or len(levels) == 1:
@@ -115,7 +115,7 @@ def column_names(table: Table) -> list[str]:
 def numbers_of(table: Table, x: Tensor) -> Tensor:
     """Return the values ``[N, p]`` of a regression's columns.
 
-    If the level of a text column is missing, the row is treated like the first level.
+    If the level of a text column is missing, the row is treated as if it had the first level.
     """
     blocks = [
         block
@@ -136,13 +136,13 @@ def survival_rows(
 
     Args:
         source: table, as in `rows_by_site`. Its target is not used as a column of the regression.
-        time: column with the times. None for the target of the source.
-        event: column with 1 for an event and 0 for no event. None for the event of the source.
+        time: name of the column that contains the times. None for the target of the source.
+        event: column that contains 1 for an event and 0 for no event. None for the source's event column.
         data_dir: folder of data sets.
         test: column and value that mark test rows, as in `rows_by_site`.
 
     Raises:
-        ConfigError: `rows_by_site` rejects the source, or the columns with times and events are unknown.
+        ConfigError: `rows_by_site` rejects the source, or it is unknown which columns contain times and events.
         DataError: `rows_by_site` rejects the data.
     """
     target, named, drop = (getattr(source, key, None) for key in ("target", "event", "drop"))

@@ -1,4 +1,4 @@
-"""Table: imputation, flags for missing values, one-hot levels and scaling, all of which are fitted per client."""
+"""Table: imputation, missing-value flags, one-hot levels and scaling, all fitted separately at each client."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ MISSING_MARKERS = (
     "", "?", "NA", "N/A", "n/a", "#N/A", "#N/A N/A", "#NA", "<NA>", "NaN", "nan", "-NaN", "-nan", "NULL", "null",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Texts that mark missing cells in every table, in addition to its own markers: those of pandas except None, and "?".
+"""Texts that mark missing cells in every table, in addition to the table's own: those of pandas except None, and "?".
 
-In many tables, None is a level, for example of a treatment. A table may declare None as one of its own markers.
+In many tables, None is a level, for example the level of a treatment. A table may declare None as one of its own
+missing-value codes.
 """
 
 
 WHOLE_NUMBER_PATTERN = re.compile(r"([-+]?\d+)\.0+")
 """Pattern of an integer that is written with zeros after a decimal point."""
 TRUTH_VALUES = {"true": 1.0, "false": 0.0}
-"""Truth values as text, in lower case, which are read as numbers in every table."""
+"""Truth values as text, in lower case. They are read as numbers in every table."""
 
 
 def level(cell: object) -> str:
-    """Return the name of a level, which is the same for all types of files: 1, 1.0, "1", "1.0" and " 1" become "1".
+    """Return the name of a level, which is the same for all file types: 1, 1.0, "1", "1.0" and " 1" become "1".
 
     >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
     ['1', '1', '1', '1', '01', 'True', 'b']
@@ -46,10 +47,10 @@ def level(cell: object) -> str:
 
 
 def number_of(cell: Any) -> float | None:
-    """Return the number that a cell of a table represents. Return None for any other cell.
+    """Return the number that a cell of a table represents. For any other cell, return None.
 
-    A text is only a number if it is ASCII and contains no ``_``. Python also reads 1_000 and digits of other scripts,
-    but pandas and Arrow do not, and 1_0 could mean 10, 1.0 or a code.
+    A text is a number only if it is ASCII and does not contain ``_``. Python also reads 1_000 and digits of other
+    scripts as numbers, but pandas and Arrow do not, and 1_0 could mean 10, 1.0 or a code.
 
     >>> [number_of(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
     [1000.0, 2.0, 1.0, 3.0, None, None, None, None]
@@ -68,15 +69,18 @@ def number_of(cell: Any) -> float | None:
 
 
 def is_number(cell: Any) -> bool:
-    """Return True if a cell is a finite number written in digits. Truth values are not (see `number_of`)."""
+    """Return True if a cell is a finite number written in digits.
+
+    Truth values do not count as numbers (see `number_of`).
+    """
     return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
 
 class Markers:
-    """Markers of missing cells, compared by value: -9 matches the number -9 and the texts "-9", " -9" and "-9.0".
+    """Missing-value codes, compared by value: -9 matches the number -9 and the texts "-9", " -9" and "-9.0".
 
     Args:
-        markers: texts. A marker that can be read as a number is compared as a number.
+        markers: texts. A missing-value code that can be read as a number is compared as a number.
     """
 
     def __init__(self, markers: Sequence[str]) -> None:
@@ -86,7 +90,7 @@ class Markers:
         self.numbers = sorted(self._values)
 
     def hold(self, cell: object) -> bool:
-        """Return True if a cell is a marker of missing values."""
+        """Return True if a cell contains a missing-value code."""
         if isinstance(cell, str):
             text = cell.strip()
             return text in self._texts or bool(self._values and is_number(text) and float(text) in self._values)
@@ -103,13 +107,13 @@ FITTED_NUMBERS = 5
 MAX_RANGE_WIDTHS = 0.5
 """Distance from the training range, as a multiple of its width, beyond which even a single number is reported."""
 FAR_ROW_SHARE = 0.5
-"""Fraction of a column's rows outside the training range above which a prediction ends with a different exit code."""
+"""Fraction of a column's rows outside the training range above which predict ends with a different exit code."""
 NOTED_ROW_SHARE = 0.1
-"""Minimum fraction of a column's rows outside the training range for a note."""
+"""Minimum fraction of a column's rows outside the training range at which a note is added."""
 
 
 class TableColumn(Value):
-    """Raw column of a table, which contains numbers, or codes from 0 to levels - 1. Missing values are NaN."""
+    """Raw column of a table, which contains either numbers, or codes from 0 to levels - 1. Missing values are NaN."""
 
     name: str
     levels: int = Field(
@@ -137,12 +141,13 @@ class Table(Value):
     column is centered and divided by its standard deviation in the client's training part (or by 1 if this is 0),
     unless scaling is switched off. In a column of codes, missing values are replaced by the client's most frequent
     training level, and each level becomes one feature. If a client has fewer than `min_observed` observed training
-    values in a column, the column is 0 for this client. A flagged column has an additional feature that is 1 if the
-    value was missing. Nothing is fitted to the data of several clients, or to validation or test parts.
+    values in a column, the column is 0 for this client. A column with a missing-value flag has an additional feature
+    that is 1 if the value was missing. No value is fitted to the data of several clients, or to validation or test
+    parts.
 
     Training, evaluation, prediction, exports and deployments use the same scaling: a client's rows are always encoded
-    with the values fitted to its training part, whichever model is used. For a new client, which has no training part,
-    `typical` values are used.
+    with the values fitted to its training part, regardless of the model. For a new client, which has no training part,
+    the `typical` values are used.
     """
 
     columns: tuple[TableColumn, ...] = Field(min_length=1)
@@ -165,7 +170,7 @@ class Table(Value):
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
     def unmarked(self, x: Tensor) -> Tensor:
-        """Replace numbers that mark missing values in raw columns ``[N, p]`` by NaN."""
+        """Replace numbers that stand for missing values in raw columns ``[N, p]`` by NaN."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
         return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
@@ -175,7 +180,7 @@ class Table(Value):
         return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
-        """Fit the conversion to each client's training part. The arguments are those of `Prepare`.
+        """Fit the conversion to each client's training part. The arguments are the same as for `Prepare`.
 
         Returns:
             Fitted values [n, p, 5] (float64): the value for missing cells, the number that is subtracted, the number by
@@ -183,7 +188,7 @@ class Table(Value):
             with too few observed values.
 
         Raises:
-            DataError: the samples do not have the number of columns of the table.
+            DataError: the number of columns in the samples differs from the number of columns in the table.
         """
         self._check(x)
         fitted = [
@@ -198,7 +203,7 @@ class Table(Value):
         The features are NaN where the owner is -1.
 
         Raises:
-            DataError: the samples do not have the number of columns of the table.
+            DataError: the number of columns in the samples differs from the number of columns in the table.
         """
         self._check(x)
         out = torch.full((len(x), self.width), torch.nan, dtype=torch.float32)
@@ -211,10 +216,10 @@ class Table(Value):
         return Encoder(self.columns, fitted)
 
     def typical(self, fitted: Tensor) -> Tensor:
-        """Return typical fitted values ``[p, .]`` for a client without a training part, from others ``[n, p, .]``.
+        """Return typical values ``[p, .]`` for a client without a training part, from other clients' ``[n, p, .]``.
 
         For a numeric column, these are the medians over the clients that observed it, and the widest bounds. For a
-        column of codes, it is the most frequent level with which clients fill missing cells.
+        column of codes, this is the most frequent of the levels with which clients fill missing cells.
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
         for k, column in enumerate(self.columns):
@@ -228,9 +233,10 @@ class Table(Value):
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
         """Return sentences on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
 
-        A number is far away if it exceeds the training bounds by more than a standard deviation, or, in a column with
-        an agreed range, if it is outside this range. A column is reported if at least the fraction `NOTED_ROW_SHARE` of
-        its rows is far away, or if a single number exceeds the bounds by `MAX_RANGE_WIDTHS` times their distance.
+        A number is far outside the bounds if it exceeds the training bounds by more than a standard deviation or, in a
+        column with an agreed range, if it is outside this range. A column is reported if at least the fraction
+        `NOTED_ROW_SHARE` of its rows is far outside the bounds, or if a single number exceeds the bounds by
+        `MAX_RANGE_WIDTHS` times the distance between them.
         """
         sentences = []
         for k, column in enumerate(self.columns):
@@ -259,7 +265,7 @@ class Table(Value):
         return sentences
 
     def find_far(self, x: Tensor, fitted: Tensor) -> list[str]:
-        """Return the raw columns ``[N, p]`` in which most numbers are outside the training range.
+        """Return the raw columns ``[N, p]`` in which most numbers lie outside the training range.
 
         Such columns are in a different unit, or describe a different population. The bounds and ``fitted`` are the same
         as in `strange`.
@@ -310,7 +316,7 @@ class Fitted(NamedTuple):
     Attributes:
         table: table that describes the columns.
         values: fitted values.
-        raw: raw columns [N, p], which analyses of individual rows need.
+        raw: raw columns [N, p], which are needed by analyses of individual rows.
     """
 
     table: Table
@@ -319,7 +325,7 @@ class Fitted(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Conversion of one client's raw columns to features, as a module that can be exported as a graph.
+    """Conversion of one client's raw columns to features, implemented as a module that can be exported as a graph.
 
     Args:
         columns: columns of the table.

@@ -1,4 +1,4 @@
-"""Text as tokens, which are numbers in a vocabulary, with 0 as padding at the end of a sequence."""
+"""Text as tokens, which are numbers in a vocabulary. Sequences are padded with 0 at the end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 PAD_TOKEN, UNKNOWN_TOKEN = "<pad>", "<unk>"
-"""First two entries of each vocabulary that is built from text."""
+"""First two entries of every vocabulary that is built from text."""
 
 NO_LABEL = -1
-"""Target of positions that are never counted: padding, or positions with an unknown label."""
+"""Target of positions that are not evaluated: padding, or positions with an unknown label."""
 
 Level = Literal["character", "word"]
 _WORD_PATTERN = re.compile(r"[\w']+|[^\w\s]")
 
 
 def tokenised(text: str, level: Level) -> Sequence[str]:
-    """Return the tokens of a text, which are characters, or words and punctuation marks in lower case.
+    """Return the tokens of a text. They are either characters, or words and punctuation marks in lower case.
 
     >>> tokenised("Don't go!", "word")
     ["don't", 'go', '!']
@@ -42,8 +42,8 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
     Args:
         texts: all texts.
         level: kind of token.
-        most: maximum number of entries. If there are more tokens, only the most frequent ones are kept. None to keep
-            all.
+        most: maximum number of tokens in the vocabulary. If there are more different tokens, only the most frequent
+            ones are kept. None to keep all of them.
         least: minimum number of occurrences of a token.
 
     >>> vocabulary_of(["abba", "ac"], "character", least=2)
@@ -57,8 +57,8 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
 def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
     """Return texts as tokens ``[N, length]`` (int32), with padding at the end and 1 for unknown tokens.
 
-    Longer texts are cut to their first words or their last characters. A text without tokens becomes a single unknown
-    token.
+    Longer texts are shortened to their first words or their last characters. A text without tokens is represented by a
+    single unknown token.
     """
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
@@ -70,9 +70,9 @@ def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Ten
 
 
 def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
-    """Convert tokens of the vocabulary ``names`` to tokens of another vocabulary.
+    """Convert tokens of the vocabulary ``names`` to tokens of a different vocabulary.
 
-    Tokens that are not in the other vocabulary become 1.
+    Tokens that the other vocabulary does not contain become 1.
     """
     place = {token: k for k, token in enumerate(vocabulary)}
     code = torch.tensor([0, *(place.get(token, 1) for token in names[1:])], dtype=torch.int32, device=x.device)
@@ -80,7 +80,7 @@ def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tenso
 
 
 def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about invalid tokens in samples."""
+    """Yield sentences about invalid tokens in the samples."""
     if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
         yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}. Encode the text"
         return
@@ -105,7 +105,7 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
 
 
 def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
-    """Yield sentences about invalid labels of positions ``[N, length]``, in which -1 stands for no label."""
+    """Yield sentences about invalid labels of positions ``[N, length]``, where -1 means that there is no label."""
     if y.dtype != torch.int64 or y.shape != x.shape:
         yield (
             f"labels of positions must be int64 like the tokens {[*x.shape]}, got {y.dtype} "
@@ -119,7 +119,7 @@ def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
 
 
 def wrong_range(y: Tensor, classes: int) -> Iterator[str]:
-    """Yield sentences about labels of positions ``[N, length]`` that are not classes, and samples without labels."""
+    """Yield sentences about positions ``[N, length]`` whose label is not a class, and about samples without labels."""
     if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
         yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
     without = (y < 0).all(1)

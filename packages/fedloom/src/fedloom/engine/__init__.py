@@ -1,6 +1,6 @@
 """Training runs: their settings, rounds, evaluation and results.
 
-Every name of this package is imported on first use.
+Every name of this package is imported when it is first used.
 """
 
 from __future__ import annotations

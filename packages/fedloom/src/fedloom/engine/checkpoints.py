@@ -30,18 +30,18 @@ from fedloom.values import Value
 from fedloom.version import __version__
 
 UNATTACKED_NOTE = "no attacker took part in any round, so nothing was attacked"
-"""Note that is added after the last round if no attacker ever took part."""
+"""Note that is added after the last round if no attacker ever participated."""
 
 
 class Resumed(NamedTuple):
-    """A run as described by its newest checkpoint.
+    """State of a run as described by its newest checkpoint.
 
     Attributes:
         state: state from which the run continues.
-        stop: reason why the run ended in this state. None if the same command can resume the run.
-        detail: text on how the run ended, such as the round, clients and numbers involved.
-        diverged: round by which the model had diverged, if the run nevertheless continued to its end.
-        extras: additional values that only some kinds of runs save.
+        stop: reason why the run ended in this state. None if the run can be resumed by the same command.
+        detail: text that describes how the run ended, such as the round, the clients and the numbers involved.
+        diverged: round by which the model had diverged, if the run nevertheless continued until its end.
+        extras: additional values that are saved only by some kinds of runs.
     """
 
     state: State
@@ -57,8 +57,9 @@ class RunCheckpoints:
     Args:
         job: the run.
         folder: checkpoint folder.
-        mark: fingerprint that a checkpoint must have to be resumed. None to use the job's own fingerprint.
-        every_round: True to save after every round, no matter how recent the last checkpoint is.
+        mark: fingerprint that a checkpoint must have so that it can be resumed. None stands for the job's own
+            fingerprint.
+        every_round: True to save after every round, regardless of how recent the last checkpoint is.
     """
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
@@ -105,10 +106,11 @@ class RunCheckpoints:
         return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
-        """Return the number of rounds of a shorter, finished run in the folder that this run can extend, or None.
+        """Return the number of rounds of the shorter, finished run in the folder if this run can extend it, or None.
 
         Raises:
-            RunDirError: a part of the run depends on the number of rounds, so the longer run would give other results.
+            RunDirError: a part of the run depends on the number of rounds, so the longer run would give different
+                results.
         """
         meta, rounds = checkpoints.meta() if self._extends else None, self._job.setting.rounds
         before = update_numbers((meta or {}).get("numbers") or {})
@@ -128,7 +130,7 @@ class RunCheckpoints:
     def save(
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
-        """Write a checkpoint of ``state``. ``extras`` must be serializable as JSON."""
+        """Write a checkpoint of ``state``. It must be possible to represent ``extras`` as JSON."""
         self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
@@ -152,7 +154,7 @@ class RunCheckpoints:
 
 
 def find_round_readers(setting: Setting) -> list[str]:
-    """Return names of unset options that depend on the number of rounds, such as ``aggregation_weights.beta``."""
+    """Return the unset options that depend on the number of rounds, such as ``aggregation_weights.beta``."""
     options_open = list[str]()
     parts = {"algorithm": setting.method, **{name: value for name, value in setting if isinstance(value, Value)}}
     for name, part in parts.items():
@@ -221,7 +223,7 @@ def check_ranks(job: Job) -> None:
     """Raise an error if the ranks would not compute the same results.
 
     Raises:
-        ConfigError: the ranks differ in their experiment, data, library versions or processor instructions.
+        ConfigError: the experiment, data, library versions or processor instructions differ between ranks.
     """
     if job.ranks.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Early stopping: ends a run whose validation metric no longer improves, and chooses the round to keep."""
+"""Early stopping: ends a run when its validation metric no longer improves, and chooses the round to keep."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class ScoredState(Protocol):
 
 
 class EarlyStop(Value):
-    """Early stopping: the run ends if its validation metric has not improved in the most recent evaluations.
+    """Early stopping: the run ends if its validation metric did not improve in the most recent evaluations.
 
     The monitored value is the mean of the metric over clients. With ``result = "best"``, the result is taken from the
-    best evaluated round instead of the last round. To obtain its models, the rounds up to the best round are run again,
-    so the run costs up to twice as much. If an EarlyStop is passed as a callback, it only ends the run.
+    best evaluated round instead of the last round. To obtain the models, the rounds up to the best round are run again,
+    so the run costs up to twice as much. An EarlyStop that is passed as a callback only ends the run.
     """
 
     metric: str = Field("loss", description="metric that should improve, from `fedloom.metrics.METRICS`")
@@ -69,7 +69,7 @@ class EarlyStop(Value):
         return f"{what} has not improved on {history[last][1]:.4g} since round {history[last][0]}"
 
     def best_round(self, records: Records) -> int | None:
-        """Return the best evaluated round (counted from 1).
+        """Return the number of the best evaluated round (counted from 1).
 
         Return None if the metric was never measured in round 1 or later.
         """
@@ -83,7 +83,7 @@ class EarlyStop(Value):
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
 
     def _best(self, history: list[tuple[int, float]]) -> int:
-        """Return the index of the best value, where a later value must be better by more than ``min_delta``."""
+        """Return the index of the best value. A later value must be better by more than ``min_delta``."""
         sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = history[0][1], 0
         for k, (_, value) in enumerate(history):

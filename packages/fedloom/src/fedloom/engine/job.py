@@ -1,4 +1,4 @@
-"""Job: everything about a run that all processes know and that is fixed before the first round."""
+"""Job: everything about a run that is known to all processes and fixed before the first round."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Job(JobFacts):
     """Facts about a run, plus the storage for client states and the processes that train the clients.
 
     Attributes:
-        workers: number of processes that this process forks.
+        workers: number of worker processes that this process forks.
         ranks: distributed processes that run the job together.
         clients: states of the clients.
         kept: rows that the server stores for each client.
         models: last model of each client, if a mixer needs it and `kept` does not contain it.
         summed: sum of each client's uploads, for fields that accumulate (see `JobFacts.summed_fields`).
-        residue: for each client, the parts of its differences that the channel has not sent yet.
+        residue: for each client, the portion of its updates that the channel has not sent yet.
         optimizer: state of each client's optimizer, if it is stored.
         locations: record of which machines hold the latest row of each client.
     """
@@ -62,7 +62,7 @@ class Job(JobFacts):
         return {"rows": self.clients, "residue": self.residue, "optimizer": self.optimizer}
 
     def drop_states(self) -> Job:
-        """Return the job of a server whose clients store their states themselves."""
+        """Return the job of a server whose clients themselves store their states."""
         none: Store[Fields] = Store(self.n, Nothing())
         locations = RowLocations(self.ranks, {**self.stores, "clients": none, "residue": none, "optimizer": none})
         return replace(self, clients=none, residue=none, optimizer=none, locations=locations, memory=None)
@@ -99,7 +99,7 @@ class Job(JobFacts):
         )
 
     def changed_from(self, down: Fields, up: Fields, ids: Tensor) -> Tensor:
-        """Return the model from which the server measures a change in an upload (see `Messages.tracks`)."""
+        """Return the model to which the server compares an upload to measure its change (see `Messages.tracks`)."""
         if not self.messages.tracks:
             return self.algorithm.received(down, up)
         row: Tensor = getattr(self.kept.read(ids), self.primary)
@@ -115,7 +115,7 @@ class Job(JobFacts):
         return down if mixer is None else self._mix_download(mixer, down, ctx)
 
     def _mix_download(self, mixer: Mixer, down: Fields, ctx: Ctx) -> Fields:
-        """Replace the model in a download by a different mixture of models for each client.
+        """Replace the model in a download by a mixture of models that is different for each client.
 
         If only a part of the model is sent, only the coordinates of this part are replaced.
         """
@@ -143,9 +143,9 @@ class Job(JobFacts):
         return down._replace(**{down._fields[0]: mixed})
 
     def _robust_mixture(self, round: int) -> Rule:
-        """Return the aggregator in the form of a rule that a mixer can apply.
+        """Return the aggregator as a rule that a mixer can apply.
 
-        If there are too few models for the aggregator, the result is the client's own last model.
+        If there are too few models for the aggregator, a client gets its own last model.
         """
         aggregator, name = self.setting.aggregator, self.primary
         assert aggregator is not None

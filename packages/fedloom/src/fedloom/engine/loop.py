@@ -23,8 +23,8 @@ class End(NamedTuple):
     Attributes:
         state: state after the last round.
         stop: reason why the run ended.
-        detail: text with the round, clients and numbers that explain an early end.
-        diverged: round by which the model had diverged, if the run nevertheless continued to its end.
+        detail: text that states the round, the clients and the numbers that explain an early end.
+        diverged: round by which the model had diverged, if the run nevertheless continued until its end.
     """
 
     state: State
@@ -42,7 +42,7 @@ class Hooks:
         scores_with_training: True if the message that requests the next training also requests the scores of the last
             round.
         robust_losses: True if divergence is detected by the median of the clients' losses instead of their mean.
-        pause: round after which the run is evaluated and then interrupted. None if it is not interrupted.
+        pause: round after which the run is evaluated and then interrupted. None if the run is not interrupted.
     """
 
     scores_with_training = False
@@ -50,7 +50,7 @@ class Hooks:
     pause: int | None = None
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Prepare for the next round. Return a reason if the next round must not start, or else None."""
+        """Prepare for the next round. Return a reason if the next round must not start, or None otherwise."""
         return None
 
     def ask_for_scores(self, state: State) -> None:
@@ -68,10 +68,10 @@ class Hooks:
         """Record that a run diverges but will continue."""
 
     def record_failure(self, state: State, error: GivenUp) -> None:
-        """Record that a round was given up and changed nothing."""
+        """Record that a round was abandoned and changed nothing."""
 
     def review_round(self, state: State) -> str | None:
-        """Inspect a round once its scores are known. A returned sentence ends the run."""
+        """Inspect a round as soon as its scores are known. If a sentence is returned, the run ends."""
         return None
 
     def interrupted(self) -> bool:
@@ -86,11 +86,11 @@ class Hooks:
 def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
     """Run the remaining rounds, and save the final state.
 
-    If no upload was ever used, or if no loss changed, the run has trained nothing. Such a run is reported as failed, no
-    matter how many rounds it took. If losses change only by rounding errors, they count as unchanged, unless the step
-    size is so small that training may be the reason. Then the run has a note. A failed round changes nothing, so the
-    final result contains the state before that round. If the run can be resumed after the failure, no checkpoint is
-    written, and it resumes from the newest checkpoint.
+    If no upload was ever used, or if no loss changed, the run has trained nothing. A run that has trained nothing is
+    reported as failed, no matter how many rounds it took. If losses change only by rounding errors, they are considered
+    unchanged, unless the step size is so small that training may be the reason. In that case, the run has a note. A
+    failed round changes nothing, so the final result contains the state as it was before that round. If the run can be
+    resumed after the failure, no checkpoint is written, and the run later resumes from the newest checkpoint.
 
     Raises:
         ClientError: the code of the method failed.
@@ -124,7 +124,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
 
 
 class _Loop:
-    """Run in progress. `state` is the newest state after a completed round or evaluation."""
+    """Run in progress. `state` is the most recent state after a completed round or evaluation."""
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
@@ -133,7 +133,7 @@ class _Loop:
         self._step = run_round if state.clock is None else advance
 
     def run(self) -> tuple[Stop, str]:
-        """Run the remaining rounds. Return the reason why the run ended, and details.
+        """Run the remaining rounds. Return the reason why the run ended, together with details.
 
         Raises:
             RunStopped: the run ends during a round or an evaluation.
@@ -217,7 +217,7 @@ class _Loop:
         return scored.with_(times=scored.times.add_evaluation(time.perf_counter() - start)), unusable
 
     def _review_round(self, state: State) -> str | None:
-        """Let the hooks inspect a round, unless the round was completed before this process started."""
+        """Let the hooks inspect a round, unless this round was completed before this process started."""
         return self._hooks.review_round(state) if state.round > self._begun else None
 
     def _save(self) -> None:
@@ -225,6 +225,6 @@ class _Loop:
 
 
 def _abandon_round(before: State, error: GivenUp) -> State:
-    """Return the state after a round that was given up: only the round number and the privacy cost change."""
+    """Return the state after an abandoned round: only the round number and the privacy cost change."""
     clients = torch.tensor(error.clients)
     return before.with_(round=before.round + 1, tally=before.tally.plus(clients))

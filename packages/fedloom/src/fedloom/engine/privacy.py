@@ -8,8 +8,8 @@ mechanisms are composed over the rounds of the client that participated most oft
 single Gaussian mechanism with the multiplier divided by sqrt(rounds), whose epsilon ``pld`` computes exactly.
 Privacy amplification by sampling is not used.
 
-A simulation draws continuous noise from seeded generators, which protects no client. Its epsilon is the one that the
-same run would have with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid
+A simulation draws continuous noise from seeded generators, which does not protect any client. The epsilon is the one
+that the same run would have with ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid
 (`fedloom_sites.deploy.noise`) and always accounts by ``rdp``: the discrete Gaussian in any dimension is
 rho-concentrated with the rho of the continuous one (Canonne, Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi
 divergence of every order alpha > 1 is at most alpha * rho, which ``rdp`` composes and converts (Proposition 12). The
@@ -35,7 +35,7 @@ Accountant = Literal["rdp", "pld"]
 
 
 Noise = GaussianNoise | PrivateMean
-"""Source of Gaussian noise: clients add it before they send, or the server adds it to the sum."""
+"""Source of Gaussian noise: either clients add the noise before they send, or the server adds it to the sum."""
 
 
 def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
@@ -50,8 +50,8 @@ def check_privacy(
     """Raise an error if the privacy accounting does not cover everything that clients send.
 
     Raises:
-        ConfigError: dp-accounting is not installed, clients also send answers, fields or single uploads without noise,
-        or the clipped values are not differences.
+        ConfigError: dp-accounting is not installed, clients also send answers, fields or individual uploads without
+        noise, or the clipped values are not differences.
     """
     fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
     if isinstance(aggregator, PrivateMean):
@@ -97,10 +97,10 @@ def check_privacy(
 
 
 def epsilon(channel: Noise, uploads: int) -> float:
-    """Return the epsilon (at ``channel.delta``) of a client that has sent ``uploads`` uploads.
+    """Return the epsilon (at ``channel.delta``) of a client after ``uploads`` uploads.
 
     The sensitivity is 2 clip if any two uploads are compared (``replace``, local differential privacy) and clip if an
-    upload is compared to none (``zero``). The noise multiplier is therefore sigma / 2 or sigma.
+    upload is compared to the absence of an upload (``zero``). The noise multiplier is therefore sigma / 2 or sigma.
     """
     assert channel.delta is not None
     multiplier = channel.sigma / (2 if channel.neighbours == "replace" else 1)
@@ -111,9 +111,9 @@ def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> floa
     """Return the largest epsilon of any client after a round.
 
     Args:
-        channel: noise with a delta.
+        channel: channel that adds noise and has a delta.
         sampler: sampler of the run. The choices of a sampler that learns from uploads could reveal information, so with
-            such a sampler every round counts for all clients.
+            such a sampler, every round counts for all clients.
         uploads: number of rounds in which each client participated ``[n]``.
         round: number of completed rounds.
     """
@@ -122,7 +122,7 @@ def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> floa
 
 @cache
 def composed(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
-    """Return the epsilon of ``times`` composed Gaussian mechanisms: that of one with multiplier/sqrt(times)."""
+    """Return the epsilon of ``times`` composed Gaussian mechanisms, that is, of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0
     from dp_accounting import dp_event, get_epsilon_gaussian, rdp

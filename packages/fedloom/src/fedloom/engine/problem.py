@@ -32,12 +32,13 @@ class JobFacts:
         setting: settings chosen by the user, with presets resolved.
         oracle: local problems of the clients.
         fed: data on which clients train.
-        eval_fed: data on which models are evaluated, which equals `fed` unless the clients were pooled.
+        eval_fed: federation on whose data models are evaluated, which is `fed` unless the clients were pooled.
         attackers: ids of the attackers ``[b]``.
         alpha: weights ``[n, 1]`` of the clients in the objective, before round 1 or after `Job.replace_shares`.
         chunk: maximum number of clients per chunk.
-        memory: form of the clients' optimizer states. None if optimizers start every round without a state.
-        notes: notes that are known before the first round.
+        memory: form in which the clients' optimizer states are stored. None if optimizers start every round without a
+            state.
+        notes: notes that are already known before the first round.
         replay: given values that replace the run's own random draws.
         spent: work and traffic before round 1 ``[7]`` (see `CLIENT_COUNTS`), or None.
     """
@@ -73,7 +74,8 @@ class JobFacts:
     def masses(self) -> Tensor:
         """Weights of clients in stored or accumulated sums, float64 ``[n, 1]`` (see `Ctx.masses`).
 
-        All weights are 1 if the aggregator ignores weights, or if the method's uploads already contain client weights.
+        All weights are 1 if the aggregator ignores weights, or if the uploads of the method already contain the client
+        weights.
         """
         aggregator = self.setting.aggregator
         weighed = any(kind.weight for kind in self.fields.values())
@@ -98,7 +100,7 @@ class JobFacts:
 
     @property
     def gathers(self) -> bool:
-        """True if the rows of all uploads are gathered instead of being summed chunk by chunk."""
+        """True if the rows of all uploads are gathered rather than summed chunk by chunk."""
         return self.setting.aggregation_weights.probes or self.robust
 
     @property
@@ -116,17 +118,20 @@ class JobFacts:
 
     @property
     def sees_honest(self) -> bool:
-        """True if attackers can read the honest clients' models."""
+        """True if attackers can read the models of honest clients."""
         return self.forges and isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
 
     @property
     def asks(self) -> bool:
-        """True if clients answer queries about the model that they have trained."""
+        """True if clients answer queries about the models that they have trained."""
         return self.setting.aggregation_weights.probes or self.setting.sampler.learns
 
     @cached_property
     def model_field(self) -> str:
-        """Name of the upload field that the weigher or sampler reads as a model. It is empty if neither reads one."""
+        """Name of the upload field that the weigher or sampler reads as a model.
+
+        It is empty if neither of them reads one.
+        """
         return primary_field(type(self.algorithm)) if self.asks else ""
 
     @cached_property
@@ -151,21 +156,21 @@ class JobFacts:
 
     @property
     def kept_fields(self) -> list[str]:
-        """Names of the upload fields whose last row is stored at the server for each client."""
+        """Names of the upload fields whose last row is stored on the server for each client."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
     def regroups(self) -> bool:
-        """True if clients are clustered again during the run, which also changes their weights."""
+        """True if clients are clustered again during the run, which also changes the client weights."""
         period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
 
     @cached_property
     def summed_fields(self) -> list[str]:
-        """Names of accumulated fields for which the sum of each client is stored, too.
+        """Names of accumulated fields for which the sum of each client is also stored.
 
-        A robust rule needs these sums for changes of the clients' rows. If client weights change, weighted sums are
-        recomputed from these sums.
+        A robust rule needs these sums to account for changes of the clients' rows. If client weights change, weighted
+        sums are recomputed from these sums.
         """
         fields = self.fields.items() if self.robust or self.regroups else ()
         whole = self.regroups and not self.robust
@@ -173,13 +178,13 @@ class JobFacts:
 
     @property
     def has_personal(self) -> bool:
-        """True if each client has its own model: a personal model of the method, or the mixture that a mixer sends."""
+        """True if each client has its own model: a personal model of the method, or a mixture that a mixer sends."""
         return (
             self.setting.personalized_aggregation is not None or type(self.algorithm).personal is not Algorithm.personal
         )
 
     def personal(self, down: Fields, rows: Fields, work: Work) -> Tensor | None:
-        """Return personal models ``[m, d]``, or the received models if the method trains no personal models."""
+        """Return personal models ``[m, d]``, or the received models if the method does not train personal models."""
         if type(self.algorithm).personal is Algorithm.personal:
             received: Tensor = down[0]
             return received.expand(work.m, -1)
@@ -209,7 +214,7 @@ class JobFacts:
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, projection)
 
     def mixed(self, ids: Tensor) -> Tensor:
-        """Return the clients whose stored rows are mixed into the download of the clients ``ids``."""
+        """Return the clients whose stored rows are mixed into the downloads of the clients ``ids``."""
         mixer = self.setting.personalized_aggregation
         return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 

@@ -19,30 +19,32 @@ from fedloom.errors import ConfigError
 from fedloom.processes.clients import Scores
 
 ROUNDING_UNITS = 8
-"""Largest relative change of a loss, in units of the numbers' precision, that counts as a rounding error."""
+"""Largest relative change of a loss, in units of the numbers' precision, that is considered a rounding error."""
 NEGLIGIBLE_STEP_UNITS = 1e-3
 """Smallest step size, in units of the numbers' precision, that may change a loss.
 
-Some methods compute with a model that they do not change, and so change its last digits. From this step size up to the
-square root of the precision, training may change a loss as little. With a larger one, such a gradient is zero."""
+Some methods compute with a model that they do not train, which changes the last digits of the model. From this step
+size up to the square root of the precision, training may change a loss as little as this. With a larger step size, a
+gradient that changes no loss is zero."""
 DIVERGENCE_FACTOR = 10.0
-"""A run diverges while its mean training loss exceeds this multiple of the initial loss (or of 1, if larger).
+"""A run is diverging as long as its mean training loss exceeds this multiple of the initial loss (or of 1, if larger).
 
-The value follows from a calculation, not from experiments: with ten classes, training begins at a loss of ln 10 = 2.3,
-and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that learns."""
+The value follows from a calculation rather than from experiments: with ten classes, training begins at a loss of ln 10
+= 2.3, and a loss of 23 means that the true class has a probability of 1e-10, which never happens in a run that
+learns."""
 DIVERGING_EVALUATIONS = 3
-"""Number of consecutive evaluations above this multiple after which the run is reported as diverged. Fewer evaluations
-suffice if they are the last of the run.
+"""Number of consecutive evaluations above this multiple at which the run is reported as diverged. Fewer evaluations
+suffice if they are the last evaluations of the run.
 
-The value was chosen without experiments: a single evaluation after an unlucky cohort may exceed the multiple, but the
+The value was chosen without experiments: after an unlucky cohort, a single evaluation may exceed the multiple, but the
 next one is then below it again."""
 
 FEDERATION_CLIENT = -1
-"""Client number in records about the whole federation."""
+"""Client number in records about the federation as a whole."""
 
 
 class Record(NamedTuple):
-    """Values of a metric for all evaluated clients, or a single value for the federation.
+    """Values of a metric for all evaluated clients, or a single value for the whole federation.
 
     Attributes:
         round: number of the round, or 0 before the first round.
@@ -50,7 +52,7 @@ class Record(NamedTuple):
         part: "train", "validation", "test", "common", or "".
         metric: name of the metric.
         values: one value per evaluated client, float64 ``[s]``, or one value for the federation, ``[1]``.
-        total: True if the value describes the federation.
+        total: True if the value describes the federation as a whole.
     """
 
     round: int
@@ -72,7 +74,7 @@ class Record(NamedTuple):
 
 
 class Records:
-    """Immutable collection of a run's records, which can be converted to a table, or to tensors for a checkpoint.
+    """Immutable collection of a run's records. It can be converted to a table, or to tensors for a checkpoint.
 
     Args:
         items: records to hold.
@@ -112,7 +114,7 @@ class Records:
         )
 
     def last(self, model: str, part: str, metric: str) -> NDArray[np.float64] | None:
-        """Return the newest values of a metric, or None if it was not measured."""
+        """Return the most recent values of a metric, or None if it was not measured."""
         for r in reversed(self.items):
             if (r.model, r.part, r.metric) == (model, part, metric):
                 return r.values
@@ -122,7 +124,7 @@ class Records:
         """Return True if each loss measured in several rounds is equal in all rounds.
 
         Args:
-            tolerance: largest relative change of a loss that does not count.
+            tolerance: largest relative change of a loss that is ignored.
         """
         first: dict[tuple[str, str, bool], Record] = {}
         is_repeated = False
@@ -147,7 +149,7 @@ class Records:
 
     @classmethod
     def read_tensors(cls, tensors: dict[str, Tensor]) -> Records:
-        """Read records from tensors that `tensors` returned."""
+        """Read records from tensors that `tensors` has returned."""
         keys, values = json.loads(tensors["keys"].numpy().tobytes()), tensors["values"].numpy()
         ends = accumulate(k[-1] for k in keys)
         items = (
@@ -160,14 +162,14 @@ class Records:
 def score_records(
     round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
 ) -> Iterator[Record]:
-    """Yield records of the scores, and of the federation's metrics that are computed from them.
+    """Yield records of the scores, and of the metrics of the federation that are computed from the scores.
 
     Args:
         round: round after which the models were evaluated.
         scores: scores of each model on each part.
         sizes: number of samples of each evaluated client ``[s]``, keyed by part.
-        benign: float mask ``[s]``, which is NaN for attackers, so that the federation's metrics ignore them. None if
-            there are no attackers.
+        benign: float mask ``[s]`` with NaN for attackers, so that the federation's metrics ignore them. None if there
+            are no attackers.
     """
     for (model, part), metrics_of_part in scores.items():
         for name, value in metrics_of_part.items():
@@ -190,17 +192,17 @@ class Divergence:
     """Detector of divergence in a run whose metrics are still finite. Its verdict depends only on the records.
 
     Losses are compared to the largest training loss of any model at the first evaluation. If the ``train`` part is not
-    evaluated, no divergence is detected.
+    evaluated, divergence is not detected.
 
     Args:
         robust: True to use the median loss over clients, so that a single client (of three or more) cannot decide the
-            verdict. In this case, no divergence is detected if the records contain only values of the federation. False
-            to use the mean over clients, or the mean over samples if only this is recorded.
+            verdict. In this case, divergence is not detected if the records contain only values of the federation as a
+            whole. False to use the mean over clients, or, if only this is recorded, the mean over samples.
 
     Attributes:
-        round: evaluated round by which the run had diverged. None if the run has not diverged.
-        sentence: sentence that states the model, its loss and the initial loss. It is empty if the run has not
-            diverged.
+        round: evaluated round by which the run had diverged. None if the run has not diverged so far.
+        sentence: sentence that states the model, its loss and the initial loss. If the run has not diverged, it is
+            empty.
     """
 
     def __init__(self, *, robust: bool = False) -> None:
@@ -211,13 +213,13 @@ class Divergence:
         self._beyond: dict[str, list[tuple[int, float]]] = {}
 
     def read(self, records: Records, *, ended: bool = False) -> str:
-        """Read the new records of a run, and return a sentence if they show for the first time that it has diverged.
+        """Read the new records of a run. If they show for the first time that the run has diverged, return a sentence.
 
-        Otherwise, the returned text is empty.
+        Otherwise, an empty text is returned.
 
         Args:
             records: all records of the run. Records that have already been read are skipped.
-            ended: True if there will be no further evaluation.
+            ended: True if no further evaluation will follow.
         """
         before = self.sentence
         new = records.items[self._records_read :]

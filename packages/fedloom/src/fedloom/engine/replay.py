@@ -1,4 +1,4 @@
-"""Replay: given values take the place of a run's random draws, in order to follow other code step by step."""
+"""Replay: given values replace the random draws of a run, so that other code can be followed step by step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedloom.rows.layout import Layout
 
 @dataclass(frozen=True)
 class Replay:
-    """Given values. The run draws every value that is None.
+    """Given values. The run itself draws every value that is None.
 
     Attributes:
         initial: initial model, as a vector ``[d]`` in the order of the model's ``named_parameters()``, or as tensors
             keyed by name (a state dict).
-        cohorts: ids of the clients in each round. A client that is listed twice counts twice in a mean.
+        cohorts: ids of the clients in each round. A client that is listed twice is counted twice in a mean.
         batches: training batches of each client (a list with n entries, or a dict keyed by client id). The entry of a
-            client has one item per round, which is a list of steps, and each step is a list of positions in the
-            client's training part. The batches are used for the stream "local". If a method has more streams, the item
-            of a round is a dict of such lists, keyed by stream. An unknown stream raises an error that lists the
-            streams. A client takes one step per batch, unless ``local.steps`` is given. (In Per-FedAvg, a step uses two
-            or three batches.) If a round has streams other than "local", they are also used to train personal models
-            during evaluation.
+            client contains one item per round. Each item is a list of steps, and each step is a list of positions in
+            the client's training part. The batches are used for the stream "local". If a method uses more than one
+            stream, the item of a round is a dict of such lists, keyed by stream. If a stream is unknown, an error is
+            raised that lists the known streams. A client takes one step per batch, unless ``local.steps`` is given. (In
+            Per-FedAvg, a step uses two or three batches.) If a round has streams other than "local", they are also used
+            to train personal models during evaluation.
         projection: matrix ``[dim, d]`` of a method that works in a subspace (Lp-Proj, ADMM-Lp-Proj).
     """
 
@@ -46,7 +46,7 @@ class Replay:
         """Return the initial model ``[d]``, or ``default`` if none is given.
 
         Raises:
-            ConfigError: the initial model does not fit the run's model, or is not finite.
+            ConfigError: the initial model is incompatible with the run's model, or is not finite.
         """
         if self.initial is None:
             return default
@@ -77,7 +77,7 @@ class Replay:
         return start
 
     def cohort(self, round: int) -> Tensor | None:
-        """Return the given client ids of a round (counted from 1), or None if no cohorts are given."""
+        """Return the client ids given for a round (counted from 1), or None if no cohorts are given."""
         return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
 
     def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
@@ -85,7 +85,10 @@ class Replay:
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
     def evaluation_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
-        """Return given batches (or None) for the evaluation after a round (from 0), of all streams except "local"."""
+        """Return the batches that were given (or None) for the evaluation after a round, counted from 0.
+
+        They cover all streams except "local".
+        """
         tuning = {
             i: {stream: table for stream, table in of.get(round, {}).items() if stream != "local"}
             for i, of in self._read.items()
@@ -93,7 +96,7 @@ class Replay:
         return [tuning.get(i, {}) for i in ids.tolist()] if any(tuning.values()) else None
 
     def check(self, algorithm: Algorithm, sampler: Sampler, rounds: int, sizes: Tensor) -> None:
-        """Check the given cohorts and batches.
+        """Check the cohorts and batches that were given.
 
         Args:
             algorithm: the method.
@@ -103,7 +106,7 @@ class Replay:
 
         Raises:
             ConfigError: a length, an id or a position is invalid, a client in a cohort has no batches, a given value
-                has no effect, or a sampler other than the default is set together with cohorts.
+                has no effect, or cohorts are given together with a sampler other than the default.
         """
         if self.cohorts is not None and sampler != Uniform():
             raise Refused(
@@ -151,7 +154,7 @@ class Replay:
 
 
 def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
-    """Return a client's batches in one round as arrays ``[steps, b]`` padded with -1, keyed by stream."""
+    """Return a client's batches in one round, as arrays ``[steps, b]`` that are padded with -1, keyed by stream."""
     named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
     tables = {}
     for stream, steps in named.items():
@@ -168,7 +171,8 @@ def _numbers(rule: str, value: Any) -> Tensor:
     """Convert a value to a tensor.
 
     Raises:
-        ConfigError: the value does not consist of numbers. ``rule`` describes in the message which value is required.
+        ConfigError: the value does not consist of numbers. ``rule`` describes which value is required, for use in the
+            message.
     """
     try:
         return torch.as_tensor(value)

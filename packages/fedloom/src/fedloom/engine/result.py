@@ -38,15 +38,15 @@ class Result:
 
     Attributes:
         stop: reason why the run ended.
-        detail: text with the round, clients and numbers that explain an early end.
+        detail: text that states the round, the clients and the numbers that explain an early end.
         rounds: number of completed rounds.
-        notes: sentences about the data and their split, which start with ``data:``, and about the run, such as a note
-            on dropped clients. Identical notes are listed once, with the number of occurrences.
+        notes: sentences that start with ``data:`` and describe the data and their split, and sentences about the run,
+            such as a note on dropped clients. Identical notes are listed only once, with the number of occurrences.
         status: done, diverged, interrupted or failed.
-        diverged: round by which the model had diverged, if the run nevertheless continued to its end with finite
-            metrics, or else None.
-        seconds: duration of each round in seconds, without evaluation and without the one-time costs in the first round
-            of a process.
+        diverged: round by which the model had diverged, if the run nevertheless continued until its last round with
+            finite metrics, or else None.
+        seconds: duration of each round in seconds, excluding evaluation and the one-time costs in the first round of a
+            process.
         startup: one-time costs in each round, such as compilation, forks and page faults (see
             `fedloom.engine.state.Times`).
         models: the "global", "personal" and "hybrid" models that the method provides (see `Models`).
@@ -77,7 +77,8 @@ class Result:
         Args:
             model: "global", "personal" or "hybrid". None for the model that a client would use: the hybrid model if it
                 was measured, or else the personal model, or else the global model.
-            metric: name of the metric. None for accuracy, or the task's leading metric if accuracy was not measured.
+            metric: name of the metric. None for accuracy, or for the task's primary metric if accuracy was not
+                measured.
             part: part of the clients' data.
 
         Raises:
@@ -89,7 +90,7 @@ class Result:
         return torch.from_numpy(values)
 
     def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
-        """Return the requested metric and model, after checking that the metric was measured for each client."""
+        """Check that the requested metric was measured for each client, and return the metric and the model."""
         model = model or self.used
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
@@ -100,7 +101,7 @@ class Result:
 
     @property
     def used(self) -> str:
-        """Model that a client would use, which is the most personal model that was measured."""
+        """Model that a client would use, which is the most personal of the measured models."""
         measured = {r.model for r in self.state.records.items}
         return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
 
@@ -108,9 +109,9 @@ class Result:
         """Return a table with each training task in virtual time, in the order in which the tasks ended.
 
         Columns: ``client``. ``version`` is the number of server steps when the task was dispatched. ``round`` is the
-        server step that used the result, or during which the task was given up. ``start``, ``end`` and ``busy`` are
+        server step that used the result, or during which the task was abandoned. ``start``, ``end`` and ``busy`` are
         times in seconds. ``fate`` tells how the task ended (see `fedloom.engine.virtual.clock.Fate`), and ``staleness``
-        is the number of server steps between dispatch and use.
+        is the number of server steps between the dispatch of the task and the use of its result.
 
         Raises:
             ConfigError: the run has no devices.
@@ -129,12 +130,13 @@ class Result:
         part: str = "test",
         by: Literal["all", "client", "device"] = "all",
     ) -> dict[str, float]:
-        """Return the simulated seconds until an evaluation first reaches a target value, or inf if none does.
+        """Return the simulated seconds until an evaluation first reaches a target value, or inf if it is never reached.
 
         Args:
             target: value of the metric to reach.
-            metric: name of the metric. None for accuracy, or the task's leading metric if accuracy was not measured.
-            model: "global", "personal" or "hybrid". None for the model that a client would use.
+            metric: name of the metric. None for accuracy, or for the task's primary metric if accuracy was not
+                measured.
+            model: "global", "personal" or "hybrid". None stands for the model that a client would use.
             part: part of the clients' data.
             by: "all" for the mean over clients, "client" for each client (keyed by number), or "device" for the mean of
                 each device class.
@@ -195,7 +197,7 @@ class Result:
 
 
 class Live:
-    """Source of models that takes them from a run in memory."""
+    """Source of models that takes the models from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state

@@ -22,7 +22,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     """Run one round.
 
     Returns:
-        The state after the round, and sentences about what happened in the round.
+        The state after the round, and sentences about events in the round.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -86,12 +86,15 @@ def take(
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite, reading them only once."""
+    """Return True if all values are finite. The values are read only once."""
     return not values.numel() or all(math.isfinite(extreme) for extreme in values.detach().aminmax())
 
 
 def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fields, Tensor]:
-    """Draw the cohort of a round. Return the clients, the sampler's new state, and the cost ``[7]`` of its queries."""
+    """Draw the cohort of a round.
+
+    Return the clients, the sampler's new state, and the cost ``[7]`` of the sampler's queries.
+    """
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
@@ -109,7 +112,7 @@ def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Fi
 
 
 def checked_ids(ids: Tensor, n: int) -> Tensor:
-    """Return client ids after checking that they are valid."""
+    """Check that client ids are valid, and return them."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
         raise ValueError(f"clients must be an int64 tensor [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
     return ids

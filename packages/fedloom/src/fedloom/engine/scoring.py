@@ -31,8 +31,8 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Evaluate every model after a round.
 
     Returns:
-        The state with the scores added to its records, and a sentence if a loss is not finite. The training losses of
-        the models decide this, or, if training parts are not evaluated, their losses on any evaluated part.
+        The state with the scores added to its records, and a sentence if a loss is not finite. This is decided by the
+        training losses of the models or, if training parts are not evaluated, by their losses on any evaluated part.
     """
     job = job.replace_shares(state.shares)
     scores, t = scores_of(job, clients, state), state.round
@@ -62,7 +62,7 @@ def _find_lost_scores(job: Job, scores: Scores) -> Iterator[tuple[str, str, list
 
 
 def score_request(job: Job, state: State) -> ScoreRequest | None:
-    """Return a request for the scores of every model after a round, or None if no model can be evaluated."""
+    """Return a request for the scores of every model after a round. Return None if no model can be evaluated."""
     t = state.round
     with attribute_error("method", job.algorithm, f"round {t}"):
         model = job.algorithm.global_model(state.server)
@@ -94,8 +94,9 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
 def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     """Yield the records of a round: scores, total work so far, times, privacy cost, and clusters.
 
-    The total work includes the training in all rounds and the personal models that were evaluated after this round. If
-    only some clients are evaluated, the others are assumed to need as much work for their personal models.
+    The total work includes the training in all rounds and the training of the personal models that were evaluated after
+    this round. If only some clients are evaluated, the other clients are assumed to need as much work for their
+    personal models.
     """
     t, scored = state.round, job.scored_ids
     cost, scores = scores.get(WORK_KEY, {}), {key: values for key, values in scores.items() if key != WORK_KEY}
@@ -132,7 +133,7 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
 
 
 def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
-    """Yield records of the virtual time of a round, and of how much time clients were busy, idle or absent."""
+    """Yield records of the virtual time of a round, and of how long clients were busy, idle or absent."""
     use = use_of(clock, fleet)
     present = float((clock.now - use.absent).sum())
     yield Record.make_federation_record(t, "", "", "simulated_seconds", clock.now)
@@ -145,7 +146,7 @@ def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterato
 
 
 def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Record]:
-    """Yield records of how many uploads of each client arrived up to a round, and of their staleness."""
+    """Yield records of how many uploads of each client have arrived by a round, and of their staleness."""
     log, counts = clock.history(), upload_counts(clock, n)
     yield Record.make_federation_record(t, "", "", "unheard", float(counts.unheard.sum()))
     used = log[log[:, FATE_COLUMN] == Fate.USED]
@@ -158,7 +159,10 @@ def _upload_records(t: int, clock: Clock, n: int, scored: Tensor) -> Iterator[Re
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:
-    """Compute the method's diagnostics after a round. This does not add to the recorded work of the method."""
+    """Compute the method's diagnostics after a round.
+
+    The computation is not added to the recorded work of the method.
+    """
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     with attribute_error("method", job.algorithm, f"the diagnostics of round {state.round}"):

@@ -1,6 +1,6 @@
-"""Setting: all choices of a single run.
+"""Setting: all choices that define a single run.
 
-Its fields correspond to the tables of an experiment file, and their values identify the run.
+Its fields correspond to the tables of an experiment file, and the values of the fields identify the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Part = Literal["train", "validation", "test"]
 
 
 class Evaluate(Value):
-    """Options for when, on which parts and for which models scores are computed. They do not affect training."""
+    """Options that determine when, on which parts and for which models scores are computed.
+
+    These options do not affect training.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -74,14 +77,14 @@ class Evaluate(Value):
 
 
 def _check_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
-    """Raise an error if the number of workers is less than one."""
+    """Raise an error if the number of workers is less than 1."""
     if workers != "auto" and workers < 1:
         raise ValueError(f"must be at least 1 or 'auto', got {workers}")
     return workers
 
 
 class Engine(Value):
-    """Options for how a run is computed.
+    """Options that control how a run is computed.
 
     The number of workers does not change any result. The options that select hardware or precision change results only
     by rounding.
@@ -135,13 +138,13 @@ Shares = (
     | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 )
 GivenModel = str | ModelSpec | nn.Module | Callable[..., nn.Module]
-"""Name or specification of a model, or a module, class or function of the user."""
+"""Name or specification of a model, or a user-defined module, class or function."""
 Options = Mapping[str, Any] | None
 """Options of one table of an experiment file. None stands for the defaults."""
 
 
 class Choices(TypedDict, total=False):
-    """Keyword arguments of `fedloom.simulate`: fields of `Setting` as values, names of a kind, or tables of options."""
+    """Keyword arguments of `fedloom.simulate`: fields of `Setting` as values, kind names or tables of options."""
 
     rounds: int | None
     seed: int | None
@@ -167,7 +170,7 @@ Method = Annotated[Algorithm | PresetMethod, PlainValidator(lambda method: Named
 
 
 class Setting(Value):
-    """All choices for one run of one method on any data, each of which is a key or a table in an experiment file.
+    """All choices for one run of one method on any data. Each choice is a key or a table in an experiment file.
 
     A new field in this class is automatically read from and written to experiment files, accepted by
     `fedloom.simulate`, included in a checkpoint's fingerprint, and named in the message if a directory contains a
@@ -246,7 +249,7 @@ class Setting(Value):
     def create(
         cls, algorithm: Algorithm | PresetMethod | str, model: GivenModel | None = None, **choices: Unpack[Choices]
     ) -> Setting:
-        """Create the setting for a method. A choice that is None keeps its default.
+        """Create the setting for a method. If a choice is None, its default is kept.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -254,7 +257,7 @@ class Setting(Value):
         return cls.read({"algorithm": algorithm, "model": model, **choices}, places=cls.places(algorithm))
 
     def changed(self, choices: Mapping[str, Any]) -> Setting:
-        """Return the setting with some choices changed. A choice that is None stays unchanged.
+        """Return a copy of the setting in which some choices are changed. If a choice is None, it remains unchanged.
 
         Raises:
             ConfigError: a choice is unknown, has the wrong type or is out of range.
@@ -269,15 +272,17 @@ class Setting(Value):
         places: Places | None = None,
         base: Setting | None = None,
     ) -> Setting:
-        """Create a setting from a mapping. All keyword arguments, tables and files become a setting in this function.
+        """Create a setting from a mapping.
+
+        In this function, all keyword arguments, tables and files are converted to a setting.
 
         Args:
             mapping: ``algorithm`` (see `NamedMethod.read`) with its options, and fields of a setting, given as values,
                 names or tables. None keeps a default.
-            where: file or call that is named in messages.
-            places: other keys that are allowed, and the way in which keys are written. None stands for a mapping in
-                Python.
-            base: setting that provides all choices that the mapping does not contain. None stands for the defaults.
+            where: name of the file or call for use in messages.
+            places: other keys that are allowed, and the places in which they are written. None stands for a mapping
+                that was created in Python.
+            base: setting that provides all choices that are missing from the mapping. None stands for the defaults.
 
         Raises:
             ConfigError: a key is unknown, has the wrong type or is out of range.
@@ -298,11 +303,11 @@ class Setting(Value):
 
     @classmethod
     def places(cls, algorithm: Any = None, **changes: Any) -> Places:
-        """Return the keys that Python accepts, and where each of the other keys belongs.
+        """Return the keys that the Python interface accepts, and the place of every other key.
 
         Args:
-            algorithm: method whose options may not be given next to it, or None if they may.
-            changes: fields of the result that are replaced.
+            algorithm: method whose options must not be given next to it, or None if they may be given.
+            changes: fields of the result that are to be replaced.
         """
         tables = {name: table.keys() for name, table in cls.tables().items()}
         tables["partition"] = SettingTable(Partition, PARTITIONS, "iid").keys()
@@ -334,12 +339,12 @@ class Setting(Value):
     def plain(cls) -> list[str]:
         """Return the fields that are written as plain keys in an experiment file.
 
-        The seed is not among them, because a file lists several seeds.
+        The seed is not one of them, because a file lists several seeds.
         """
         return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
 
     def document(self) -> dict[str, Any]:
-        """Return all choices but method and seed, including defaults, in the form of an experiment file."""
+        """Return all choices except method and seed, including defaults, in the form of an experiment file."""
         tables, entries = type(self).tables(), dict[str, Any]()
         for name in type(self).model_fields:
             value = getattr(self, name)
@@ -371,7 +376,7 @@ class Setting(Value):
 
     @property
     def pooled(self) -> bool:
-        """True if the run pools all clients' data."""
+        """True if the run pools the data of all clients."""
         return isinstance(self.algorithm, PresetMethod) and self.algorithm.pooled
 
     def resolved(self) -> Setting:

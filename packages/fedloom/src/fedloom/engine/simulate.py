@@ -50,7 +50,7 @@ S = TypeVar("S")
 K = TypeVar("K", TrainTask, AskTask, ScoreTask)
 T = TypeVar("T")
 BEST_FOLDER = "best"
-"""Folder for checkpoints of the run that repeats the rounds up to the best one, inside the run's own folder."""
+"""Folder for checkpoints of the run that repeats the rounds up to the best one. It lies inside the run's own folder."""
 Progress = Callable[[State], object]
 """Function that is called after every round with the state after this round. If it returns a sentence, the run ends
 (see `fedloom.callbacks`)."""
@@ -78,27 +78,27 @@ def simulate(
 
     Args:
         algorithm: method, name of a method, value made by a preset, or complete `fedloom.Setting`.
-        fed: clients and their data. As in `Federation.create`, a list of clients or a mapping from names to clients is
-            also accepted.
+        fed: clients and their data. A list of clients or a mapping from names to clients is also accepted, as in
+            `Federation.create`.
         model: name in `fedloom.models`, model specification, `nn.Module` whose weights are the initial values, or class
             or function that returns a module (called as described in `fedloom.models.Import`). None selects softmax
             regression.
         folder: folder for checkpoints and client states. If the function is called again with the same arguments, the
-            run resumes from there. None keeps everything in memory.
-        callbacks: functions that are called after every round. If one returns a sentence, the run ends, and if one
-            raises an error, a warning is logged (see `fedloom.callbacks`).
-        advance: False to only read what the folder contains, without running further rounds.
-        pause: round after which the run is evaluated and interrupted. To resume it, repeat the call with a later round
-            or without this argument.
+            run resumes from the state in this folder. If None, everything is kept in memory.
+        callbacks: functions that are called after every round. If one of them returns a sentence, the run ends, and if
+            one raises an error, a warning is logged (see `fedloom.callbacks`).
+        advance: False to only read the content of the folder, without running any further rounds.
+        pause: round after which the run is evaluated and interrupted. To resume the run, repeat the call with a later
+            round or without this argument.
         ranks: processes from `fedloom.processes.distributed.join_ranks`, each of which must make this call. The models
             are then available only at rank 0.
-        initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three serve to follow
+        initial: initial model, as a vector ``[d]`` or a state dict. This argument and the next three are used to follow
             other code step by step: they replace the run's own random draws, and a folder can only be resumed with the
             same values (see `Replay`).
         cohorts: ids of the clients in each round.
         batches: positions in a client's training part, listed for each client, round and step.
         projection: matrix ``[dim, d]`` of a method that works in a subspace.
-        defaults: kind of default values for a method that is passed by name: "default", "paper" for the values in the
+        defaults: kind of default values for a method that is given by name: "default", "paper" for the values in the
             paper, or "released" for the values in its public code.
         choices: other fields of `fedloom.Setting`: ``rounds``, ``seed``, ``task``, ``local``, ``sampler``,
             ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``, ``attack``, ``upload_transform``,
@@ -106,9 +106,9 @@ def simulate(
             keeps a default.
 
     Returns:
-        Metrics and models of the run. `Result.stop` tells whether the run diverged or was interrupted. A run has also
-        diverged if its training loss is finite but exceeds ten times its initial value in three consecutive evaluations
-        or in the last evaluation. In this case, the run still continues to its end.
+        Metrics and models of the run. `Result.stop` tells whether the run diverged or was interrupted. A run is also
+        considered to have diverged if its training loss is finite but exceeds ten times its initial value in three
+        consecutive evaluations or in the last evaluation. In this case, the run still continues until its last round.
 
     Raises:
         ConfigError: values are impossible, or cannot be combined (Refused).
@@ -172,7 +172,7 @@ def simulate(
 def _play(
     job: Job, server: Fields, place: Path | None, callbacks: Sequence[Progress], pause: int | None, *, advance: bool
 ) -> Result:
-    """Resume a run from its folder and run the remaining rounds, unless ``advance`` is False."""
+    """Resume a run from its folder, and train the remaining rounds unless ``advance`` is False."""
     checkpoints = RunCheckpoints(job, place)
     resumed = checkpoints.resume(initial_state(job, server))
     if not advance or resumed.stop is not None:
@@ -233,12 +233,12 @@ class _Simulation(Hooks):
 
 
 def _is_own(callback: Progress) -> bool:
-    """Return True for a callback of fedloom, which changes no state."""
+    """Return True for a callback that is part of fedloom and does not change any state."""
     return str(getattr(callback, "__module__", None)).startswith("fedloom.")
 
 
 def _copy_state(value: Any) -> Any:
-    """Return a copy of a tensor without its graph, or of a dictionary or tuple of tensors."""
+    """Return a copy of a tensor without its graph, or a copy of a dictionary or tuple of tensors."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -253,7 +253,7 @@ def _copy_state(value: Any) -> Any:
 def clients_of(job: Job) -> Iterator[LocalClients]:
     """Provide the clients of a simulation inside the block.
 
-    Their worker processes have enough shared memory for a download and for the results of a chunk.
+    The worker processes of these clients have enough shared memory for a download and for the results of a chunk.
     """
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
@@ -272,10 +272,10 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
 
 
 def _seeded(job: Job, handle: Callable[[S, K], T]) -> Callable[[S, K], T]:
-    """Return a function that seeds the global random generators, which user code may use, and then processes a chunk.
+    """Return a function that seeds the global random generators (which user code may use) and then processes a chunk.
 
-    The draws do not depend on the number of workers, because the chunks do not. Afterwards, the generators are
-    restored.
+    The random draws do not depend on the number of workers, because the division into chunks does not depend on it.
+    Afterwards, the generators are restored.
     """
 
     def call(shared: S, task: K) -> T:

@@ -1,4 +1,4 @@
-"""State of a run between two rounds, which contains all of a checkpoint except the states of the clients."""
+"""State of a run between two rounds. It contains everything in a checkpoint except the states of the clients."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
 START_UP_BASELINE_ROUNDS = 5
-"""Number of later rounds to which the first round of a process is compared to determine its one-time costs."""
+"""Number of later rounds with which the first round of a process is compared to determine its one-time costs."""
 PACE_WINDOW_ROUNDS = 10
 """Number of recent rounds and evaluations whose median determines the time per round."""
 MOST_LATEST = 64
-"""Maximum number of cohorts that a tally holds before it adds them up. Otherwise, each round would copy the counts of
-all clients."""
+"""Maximum number of cohorts that a tally collects before they are added up. Otherwise, the counts of all clients would
+be copied in each round."""
 
 
 class Tally(NamedTuple):
     """Number of times that each client has participated.
 
     Attributes:
-        before: counts that do not include the latest cohorts ``[n]``.
+        before: counts ``[n]`` that exclude the latest cohorts.
         latest: ids ``[m]`` of the cohorts that are not included yet.
     """
 
@@ -55,10 +55,10 @@ class Tally(NamedTuple):
 class Times:
     """Measured durations of a run in seconds.
 
-    The first round of a process also contains the time for compilation, forks and page faults. These one-time costs are
-    reported separately: they are the time by which this round exceeds the median of the rounds after it. If a process
-    has only one round, it is compared to the rounds of the other processes. If a run has only one round, its one-time
-    costs are unknown and reported as 0.
+    The first round of a process also includes the time for compilation, forks and page faults. These one-time costs are
+    reported separately: they are the time by which this round exceeds the median of the later rounds. If a process has
+    only one round, this round is compared to the rounds of the other processes. If a run has only one round, its
+    one-time costs are unknown and are reported as 0.
 
     Attributes:
         rounds: duration of each round in seconds, without evaluation but with one-time costs.
@@ -72,7 +72,7 @@ class Times:
 
     @classmethod
     def resumed(cls, rounds: Sequence[float], process_starts: Sequence[int]) -> Times:
-        """Return the durations of earlier processes, prepared for the rounds of a new process."""
+        """Return the durations of earlier processes in the form that the rounds of a new process continue."""
         return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
 
     def add_round(self, seconds: float) -> Times:
@@ -80,7 +80,7 @@ class Times:
         return replace(self, rounds=(*self.rounds, seconds))
 
     def add_evaluation(self, seconds: float) -> Times:
-        """Return the durations with one more evaluation."""
+        """Return the durations after adding one more evaluation."""
         return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
@@ -101,10 +101,10 @@ class Times:
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
     def pace(self, every: int) -> float | None:
-        """Return the recent seconds per round, including the prorated cost of evaluating every ``every`` rounds.
+        """Return the recent seconds per round, including the prorated cost of an evaluation every ``every`` rounds.
 
-        Return None before the third round of this process. Also return None before its second evaluation if evaluations
-        take at least a fifth of the time, because the first evaluation has one-time costs, too.
+        Return None before the third round of this process. Also return None before the second evaluation of a process
+        if evaluations take at least a fifth of the time, because the first evaluation also has one-time costs.
         """
         rounds = self.rounds[self.process_starts[-1] + 1 :][-PACE_WINDOW_ROUNDS:]
         if len(rounds) < 2:
@@ -125,17 +125,17 @@ class State:
         weigher: state of the weigher.
         aggregator: state of the aggregator.
         sums: sums over all clients of the rows that the server stores, float64, keyed by field.
-        totals: the values of `CLIENT_COUNTS` and the number of dropped uploads, summed over all rounds ``[8]``.
+        totals: the values of `CLIENT_COUNTS` and the number of dropped uploads, each summed over all rounds ``[8]``.
         tally: number of rounds in which each client sent an upload or an answer.
         cohort: clients of the last round ``[m]``.
-        trained: last round that changed the server's state. It is earlier than `round` if a round was given up.
+        trained: last round that changed the state of the server. It is earlier than `round` if a round was abandoned.
         records: records of all measurements so far.
-        notes: notes on events such as dropped clients.
-        times: durations of rounds and evaluations in seconds. No result depends on them.
-        clock: current time (simulated, or real at real sites) and the uploads that are still expected. None if the run
-            simulates no devices and has no asynchronous schedule.
-        shares: weights ``[n, 1]`` of the clients in the objective, if the run computes them again between rounds.
-            None if the weights in `Job.alpha` always apply.
+        notes: notes on events, such as clients that dropped out.
+        times: durations of rounds and evaluations in seconds. No result depends on these times.
+        clock: current time (simulated, or real at real sites) and the uploads that are still expected. None if no
+            devices are simulated in the run and there is no asynchronous schedule.
+        shares: weights ``[n, 1]`` of the clients in the objective, if the run recomputes them between rounds. None if
+            the weights in `Job.alpha` always apply.
     """
 
     round: int
@@ -165,7 +165,7 @@ class State:
         return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
-        """Return a copy of the state with some fields changed."""
+        """Return a copy of the state in which some fields are changed."""
         return replace(self, **changes)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ class State:
         return name_tensors({**parts, **numbers, "trained": trained, "clock": clock, "records": self.records.tensors()})
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
-        """Return the state after the given round of this run, read from tensors that `tensors` returned.
+        """Return the state after the given round of this run, which is read from tensors that `tensors` has returned.
 
         ``self`` provides the types of the fields.
         """

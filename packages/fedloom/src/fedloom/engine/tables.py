@@ -1,4 +1,4 @@
-"""Reading of a setting's parts from values, names and tables: methods, and fields that are tables."""
+"""Reading of the parts of a setting from values, names and tables: methods, and fields that are tables."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedloom.values import choose, fields_of, make, make_kind
 
 
 class NamedMethod(NamedTuple):
-    """A method, and the name by which files refer to it.
+    """A method together with the name by which files refer to it.
 
     Attributes:
         name: name in the registry, import path, or the name of the class if it cannot be imported.
         entry: class or preset of the method. If a composition of parts is not a known preset, this is the class of its
             algorithm.
-        value: the method, or the value that the preset made.
+        value: the method, or the preset method that the preset created.
     """
 
     name: str
@@ -42,10 +42,10 @@ class NamedMethod(NamedTuple):
         """Read a method together with its options.
 
         Args:
-            method: name in the registry, import path, class, method, or value made by a preset.
+            method: name in the registry, import path, class, method, or value that a preset has returned.
             options: options of the method, and ``defaults``, which selects the values of all options that are not
                 given.
-            where: file and table, which the message names.
+            where: file and table, for use in messages.
             places: description of where other keys belong.
 
         Raises:
@@ -87,13 +87,13 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
 
 @dataclass(frozen=True)
 class SettingTable:
-    """Description of how a field of `Setting` may be given: as a value, by a name, or as a table of options.
+    """Description of how a field of `Setting` can be given: as a value, by a name, or as a table of options.
 
     Attributes:
         base: base class of the values.
-        kinds: classes, keyed by the ``kind`` in the table. It is empty if there is only one class.
-        default: kind that is assumed if a table does not contain ``kind``. None if a table must contain ``kind``. The
-            field is then optional, and its kind may be "none".
+        kinds: classes, keyed by the ``kind`` in the table. The key is empty if there is only one class.
+        default: kind that is assumed if a table does not contain ``kind``. None if every table must contain ``kind``.
+            The table is then optional, and its kind may be "none".
         key: name of the key that contains the kind.
     """
 
@@ -103,13 +103,16 @@ class SettingTable:
     key: str = "kind"
 
     def classes(self) -> dict[str, type[Any]]:
-        """Return the class of each kind. If a table has no kinds, its class is listed under an empty name."""
+        """Return the class that belongs to each kind.
+
+        If a table has no kinds, its class is listed under an empty name.
+        """
         return dict(self.kinds) or {"": self.base}
 
     def keys(self) -> dict[str, Iterable[str]]:
         """Return the allowed keys of each kind, except for `key`.
 
-        The keys of a table that names no kind are listed under an empty name.
+        If a table does not name a kind, its keys are listed under an empty name.
         """
         kinds: dict[str, Iterable[str]] = {
             kind: (fields_of(entry).keys() | getattr(entry, "aliases", {}).keys()) - {self.key}
@@ -122,8 +125,8 @@ class SettingTable:
 
         Args:
             choice: value, name of a kind, table of options, or None. In a file, only a table is allowed.
-            where: file and table, which the message names.
-            name: name of the table, which the message names.
+            where: file and table, for use in messages.
+            name: name of the table for use in messages.
             places: description of where other keys belong.
 
         Raises:
@@ -159,7 +162,7 @@ class SettingTable:
         return make_kind(what, self.kinds, options, where, self.default or "", base=self.base, hint=hint)
 
     def _form(self, choice: object, name: str) -> str:
-        """Return advice on how to write the table for something that is not a table."""
+        """Return advice on how to write a table, for a value that is not a table."""
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
         is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
@@ -167,7 +170,7 @@ class SettingTable:
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
     def kind(self, value: object) -> dict[str, str]:
-        """Return the entry ``kind`` for the table of a value, or an empty dict if there is only one kind."""
+        """Return the entry ``kind`` for a value's table, or an empty dict if there is only one kind."""
         named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
         return {"kind": str(next(name for name in named if name))} if self.kinds else {}
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fedloom.engine.problem import JobFacts
 
 WORTH_FORKING = 2e11
-"""Number of multiply-adds in a run (about four seconds on one core) above which further workers save time."""
+"""Number of multiply-adds in a run (about four seconds on one core) above which additional workers save time."""
 
 
 def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
@@ -20,11 +20,11 @@ def worker_count(engine: Engine, problem: JobFacts, samples: int) -> int:
 
     ``auto`` uses all cores if the run is long enough to justify starting processes.
 
-    The number never exceeds the number of clients, because a chunk has at least one client, or the number of processes
-    that the cores can use.
+    The number of workers never exceeds the number of clients, because a chunk has at least one client, or the number of
+    processes that the cores can use.
 
     Raises:
-        Refused: several processes would have to share a GPU.
+        Refused: several processes would have to share one GPU.
     """
     on_cpu = engine.device == "cpu"
     if engine.workers == "auto":

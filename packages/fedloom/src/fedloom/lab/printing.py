@@ -1,4 +1,4 @@
-"""Printing of tables to standard output in such a way that nothing is cut off, whatever the width of the terminal."""
+"""Printing of tables to standard output so that no content is cut off, whatever the width of the terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNLIMITED_WIDTH = 100_000
 
 
 class _Output(Console):
-    """Console on standard output that passes on the error raised when the reader has closed the pipe."""
+    """Console on standard output that passes on the error that is raised when the reader has closed the pipe."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -42,16 +42,16 @@ def print_texts(
 ) -> None:  # fmt: skip
     """Print texts in columns.
 
-    Numbers are never wrapped. Columns that do not fit are printed in further blocks below, and each block repeats the
-    first columns.
+    Numbers are never wrapped. Columns that do not fit are printed in additional blocks below, and each block repeats
+    the first columns.
 
     Args:
         titles: titles of the columns.
-        rows: rows with one text per column.
+        rows: rows that contain one text per column.
         right: titles of the right-aligned columns.
         width: maximum number of characters per line if the output is not a terminal.
-        names: True if the first column contains names that users may copy. Such names are never wrapped. If the names
-            leave too little space for the other columns, the other columns are printed below each name.
+        names: True if the first column contains names that users may want to copy. Such names are never wrapped. If the
+            names leave too little space for the other columns, the other columns are printed below each name.
         lead: number of columns that each block repeats. 0 stands for all columns before the first one in ``right``.
     """
     texts = [[printable(text) for text in row] for row in rows]
@@ -86,9 +86,9 @@ def _print_block(
     console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], places: Sequence[int],
     right: Collection[str],
 ) -> None:  # fmt: skip
-    """Print a block of columns.
+    """Print one block of columns.
 
-    If a word in the last column, such as a path, would be broken, the last column is printed below each row instead.
+    If a word in the last column, such as a path, would be broken, this column is instead printed below each row.
     """
     *first, last = places
     room = console.width - _width(console, _columns(titles, rows, first, right)) - COLUMN_GAP
@@ -122,9 +122,9 @@ def _width(console: Console, table: Table) -> int:
 
 
 NARROW_FIGURES = ("worst10", "samples_backward", "bytes_up", "bytes_down")
-"""Suffixes of the metrics that are shown besides the leading metric if the terminal is too narrow for all of them."""
+"""Suffixes of the metrics that are shown next to the primary metric if the terminal is too narrow for all of them."""
 NARROW_TITLES = {"sample gradients": "gradients"}
-"""Shorter column titles for a narrow terminal."""
+"""Shorter column titles, which are used in a narrow terminal."""
 BEST_MARK = "*"
 """Mark that follows the method with the best mean."""
 
@@ -132,7 +132,8 @@ BEST_MARK = "*"
 def print_results(table: pa.Table) -> None:
     """Print the results of a run: means over seeds with 95 % intervals, the costs, and a mark at the best mean.
 
-    In a narrow terminal, fewer columns are shown. The file ``results.csv`` and the report contain all columns.
+    In a narrow terminal, fewer columns are shown. In contrast, the file ``results.csv`` and the report contain all
+    columns.
     """
     lead, rows = leading(table.column_names), table.to_pylist()
     figures = {
@@ -173,18 +174,18 @@ def _result_cells(
 
 
 def _best_place(rows: Sequence[Mapping[str, object]], lead: str) -> int | None:
-    """Return the index of the completed row with the best mean of the leading metric, or None if there is none."""
+    """Return the index of the completed row with the best mean of the primary metric, or None if there is none."""
     means = {k: float(str(row[column_of(lead)])) for k, row in enumerate(rows)
              if row["status"] == "done" and row[column_of(lead)] is not None}  # fmt: skip
     return (max if metric(lead).higher else min)(means, key=means.__getitem__, default=None)
 
 
 def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), *, width: int = 200) -> None:
-    """Print rows with arbitrary keys. Numbers are rounded to four digits.
+    """Print rows that may have arbitrary keys. Numbers are rounded to four digits.
 
     Args:
-        rows: rows of the table. The keys of the rows become the columns, in the order in which they first appear.
-        first: columns that come first, and that each block repeats in a narrow terminal.
+        rows: rows of the table. The keys of the rows become columns, in the order in which they first appear.
+        first: columns that come first. In a narrow terminal, each block repeats them.
         width: maximum number of characters per line if the output is not a terminal.
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))

@@ -24,7 +24,7 @@ NOTEBOOK_INTERVAL_SECONDS = 0.2
 
 
 def remark(line: str) -> None:
-    """Write a line to standard error. If the stream is closed, full or not read, the line is dropped."""
+    """Write a line to standard error. If the stream is closed or full, or nobody reads it, the line is dropped."""
     with suppress(OSError, ValueError):
         if sys.stderr is not None:
             sys.stderr.write(f"{line}\n")
@@ -43,11 +43,11 @@ def show_progress(plan: Plan) -> Iterator[Listener]:
 
 @contextmanager
 def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator[Listener]:
-    """Show the progress of several runs, and yield a function that must be called with their events.
+    """Show the progress of several runs, and yield a function that must be called with the events of these runs.
 
     Args:
-        rounds: total number of rounds of all runs, or the number of rounds keyed by label.
-        after: description of the work that follows the last round and may take a while.
+        rounds: total number of rounds of all runs, or number of rounds for each label.
+        after: description of the work that follows the last round and may take some time.
     """
     from rich.console import Console  # slow to import
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -95,7 +95,7 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
 def notebook_display() -> Any:
     """Return the function that displays a value in the current notebook.
 
-    The result is None if the process does not run a notebook.
+    The result is None if the process does not run in a notebook.
     """
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return sys.modules["IPython"].display.display if hasattr(shell, "kernel") else None
@@ -105,10 +105,10 @@ class _Runs:
     """Progress and speed of several runs.
 
     Attributes:
-        rounds: number of rounds keyed by label, or of all runs together under the key "".
+        rounds: number of rounds, keyed by label. The key "" stands for all runs together.
         done: number of completed rounds, keyed by label and seed. For a run that has ended, it is the total number of
             its rounds.
-        figures: latest metrics of each run as text, keyed by label and seed.
+        figures: latest metrics of each run, formatted as text and keyed by label and seed.
     """
 
     def __init__(self, rounds: int | Mapping[str, int], after: str = "") -> None:
@@ -146,9 +146,9 @@ class _Runs:
     def estimate_remaining(self) -> float | None:
         """Return the estimated time in seconds until all runs have ended.
 
-        As many runs as now are assumed to run at once.
+        The number of simultaneous runs is assumed to stay the same.
 
-        The result is None while this time is unknown.
+        The result is None as long as this time is unknown.
         """
         open_ = dict(self.rounds)
         for (label, _), done in self.done.items():
@@ -169,7 +169,7 @@ class _Runs:
 
 
 class _Lines:
-    """Progress as plain lines: one at the end of every run, and one every few seconds during long runs."""
+    """Progress as plain lines of text: one at the end of every run, and one every few seconds during long runs."""
 
     def __init__(self, runs: _Runs) -> None:
         self._runs, self._last = runs, time.monotonic()
@@ -214,9 +214,9 @@ class Line:
 
 
 class _NotebookLine:
-    """Progress bar and the current run in one line, which is updated in place.
+    """Progress bar and description of the current run in one line, which is updated in place.
 
-    At the end, it states the number of runs and the time.
+    At the end, the line states the number of runs and the elapsed time.
     """
 
     def __init__(self, runs: _Runs, display: Callable[..., Any]) -> None:
@@ -248,7 +248,7 @@ class _NotebookLine:
         self._show(Line(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
 
     def end(self) -> None:
-        """Replace the progress bar with a summary."""
+        """Replace the progress bar by a summary."""
         count = len(self._runs.done)
         text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
         text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text

@@ -1,7 +1,7 @@
-"""Toolkit for sections of the report: helpers with which a package can show the results of its analysis.
+"""Toolkit for sections of the report: helpers that other packages use to show the results of their analyses.
 
-A section is made by a function ``(runs, rows, lead) -> Section | None``. The function is registered as an entry point
-in the group ``fedloom.sections``, under the name of the kind of analysis.
+A section is created by a function ``(runs, rows, lead) -> Section | None``. The function is registered as an entry
+point in the group ``fedloom.sections``, under the name of the kind of analysis.
 """
 
 from fedloom.lab.report.comparison.contenders import contenders_of

@@ -1,4 +1,4 @@
-"""Base class of partitions: common options, the samples to assign, and the conversion of a draw to a federation."""
+"""Base class of partitions: common options, the samples to be assigned, and conversion of draws to federations."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ UNSEEDED_NOTE = (
 
 
 class Partition(Value):
-    """Division of a data set into clients: ``partition(data, seed) -> Federation``.
+    """Division of a data set among clients: ``partition(data, seed) -> Federation``.
 
-    If a client has few samples, its training part gets one first, then its test part, then its validation part. At
+    If a client has few samples, the training part gets a sample first, then the test part, then the validation part. At
     least one sample of each class stays in the training part.
     """
 
@@ -112,7 +112,7 @@ class Partition(Value):
 
     @default_to_cpu()
     def __call__(self, data: object, seed: int = 0) -> Federation:
-        """Divide a data set into clients, and return the federation.
+        """Divide a data set among clients, and return the federation.
 
         Args:
             data: a `Dataset`, or an argument of `Dataset.create`, such as arrays, tensors, or torch, Hugging Face or
@@ -121,10 +121,10 @@ class Partition(Value):
 
         Raises:
             ConfigError: the seed is not an integer.
-            PartitionError: there are more clients than samples or more labels than classes, or a client has fewer than
+            PartitionError: there are more clients than samples or more labels than classes, or a client gets fewer than
                 `min_size` samples.
             ConfigError: the partition needs classes, but the data set has none.
-            DataError: the data cannot be read, or the target of a table is the same in all rows.
+            DataError: the data cannot be read, or the target of a table has the same value in all rows.
         """
         data = Dataset.create(data)
         if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
@@ -190,7 +190,7 @@ class Partition(Value):
         )
 
     def _draw_seeded(self, pool: Pool, seed: int) -> tuple[Draw, bool]:
-        """Return the draw, and True if the class is a user's and a second draw with this seed differs.
+        """Return the draw, and True if the partition's class is user-defined and a second draw with this seed differs.
 
         The global generators are seeded, because a user's code may draw from them.
 
@@ -216,7 +216,7 @@ class Partition(Value):
     def pool_of(self, data: Dataset) -> Pool:
         """Return the samples that can be assigned, with one row per subject.
 
-        The official test set is left out unless ``pool = true``.
+        The official test set is omitted unless ``pool = true``.
         """
         index = self._dealt_from(data)
         if data.design is not None and not self.by_row:
@@ -231,7 +231,7 @@ class Partition(Value):
         return np.flatnonzero(mask)
 
     def _check_design(self, data: Dataset) -> None:
-        """Raise an error if the data mark test rows, but an option chooses the test part in another way."""
+        """Raise an error if the data mark test rows but an option chooses the test part in a different way."""
         if data.design is None or data.design.tested is None or self.test == 0:
             return
         other = f"folds = {self.folds}" if self.folds is not None else f"test_from = {self.test_from!r}"
@@ -272,7 +272,7 @@ class Partition(Value):
         return draw if trains.all() else draw.keep_trained(trains)
 
     def _note_unused_share(self, draw: Draw, data: Dataset) -> list[str]:
-        """Return a note if the option ``test`` has no effect because the partition or the data choose test parts."""
+        """Return a note if the option ``test`` has no effect because the partition or the data set the test parts."""
         if self.test_from != "own" or "test" not in self.model_fields_set:
             return []
         marked = data.design is not None and data.design.tested is not None
@@ -332,7 +332,7 @@ class Partition(Value):
             )
 
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
-        """Choose `test_count` official test samples per client, with the label frequencies of its training part."""
+        """For each client, choose `test_count` official test samples with its training part's label frequencies."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
         lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
@@ -355,7 +355,7 @@ class Sized(Partition):
     clients: int = Field(default=10, ge=1, description="number of clients")
 
     def fits(self, pool: Pool) -> None:
-        """Raise an error if there are too many clients for the samples.
+        """Raise an error if the number of clients is too large for the number of samples.
 
         Raises:
             PartitionError: a client would have fewer than `min_size` samples.
@@ -369,7 +369,7 @@ class Sized(Partition):
 
 
 def _whole(design: Design, dealt: Dealt, rows: Ints) -> Dealt:
-    """Return all rows of the assigned subjects, as far as these rows can be assigned."""
+    """Return all rows of the assigned subjects that can be assigned."""
     return Dealt(*whole_subjects(design, dealt.index, dealt.offsets, rows))
 
 

@@ -1,4 +1,4 @@
-"""Changes of samples by partitions: noise, other labels, rotated images, and scaling that is fitted to each client."""
+"""Changes that partitions make to samples: noise, other labels, rotated images, and scaling for each client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedloom.seeds import generator
 
 
 def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor) -> tuple[Dataset, Tensor | None]:
-    """Add Gaussian noise to the features of each client, drawn once per sample.
+    """Add Gaussian noise to each client's features. The noise is drawn once for each sample.
 
-    Samples in ``later`` are left unchanged.
+    Samples in ``later`` remain unchanged.
 
     Bytes are first converted to float32 in [0, 1]. The mean and standard deviation of the data set are applied after
     the noise.
@@ -31,7 +31,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
         later: positions [k] of samples whose noise is drawn again in every step instead.
 
     Returns:
-        The data set, and the standard deviation [N, c] of the noise that is drawn later. The latter is None if
+        The data set, and the standard deviation [N, c] of the noise that will be drawn later. The latter is None if
         ``later`` is empty.
     """
     if data.vocabulary:
@@ -60,7 +60,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
 
 
 def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
-    """Replace the classes of each client as given by its row in `relabel` [n, C]."""
+    """Replace the classes of each client as specified by the client's row in `relabel` [n, C]."""
     y = data.y.clone()
     index = torch.from_numpy(dealt.index)
     y[index] = torch.from_numpy(relabel[owners(dealt), data.y.numpy()[dealt.index]])
@@ -68,7 +68,7 @@ def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
 
 
 def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
-    """Rotate and invert the images of each client as given by its row in `views` [n, 2].
+    """Rotate and invert the images of each client as specified by the client's row in `views` [n, 2].
 
     Inverted values stay within the range of the data set.
     """
@@ -84,14 +84,15 @@ def viewed(data: Dataset, dealt: Dealt, views: Ints) -> Dataset:
 def prepared(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | None = None) -> Dataset:
     """Apply the preparation of a data set, fitted to the training part of each client.
 
-    Samples of no client become NaN and are marked as False in `Dataset.ready`, and no part of a federation may contain
-    them. Samples of a common test set that belong to no client are scaled as for a new client (see `Table.typical`).
+    Samples that belong to no client become NaN and are marked as False in `Dataset.ready`, and no part of a federation
+    may contain them. In a common test set, samples that belong to no client are scaled in the same way as for a new
+    client (see `Table.typical`).
 
     Args:
         data: data set with a preparation.
         dealt: samples of each client.
         train: samples in each client's training part.
-        common: positions of a common test set. None if there is no common test set.
+        common: positions of the samples in a common test set. None if there is no common test set.
 
     Raises:
         ConfigError: the common test set must be scaled, but the preparation is not a `Table`.

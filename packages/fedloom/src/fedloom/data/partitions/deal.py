@@ -1,4 +1,4 @@
-"""Assignment of samples to clients by index arithmetic, without loops over samples."""
+"""Assignment of samples to clients by index arithmetic, without loops over the samples."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ def owners(dealt: Dealt) -> Ints:
 
 
 def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
-    """Return the entries of both arguments grouped by client, with those of the first argument before the second."""
+    """Return the entries of both arguments by client. Within a client, the entries of the first argument come first."""
     owner = np.concatenate([owners(first), owners(second)])
     return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
 def even(total: int, n: int) -> Ints:
-    """Return n sizes that add up to `total` and differ by at most 1, with the larger ones first."""
+    """Return n sizes that add up to `total` and differ by at most 1. The larger sizes come first."""
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
 
 def sort_by_key(keys: Ints, start: Ints) -> Ints:
     """Return positions sorted by nonnegative keys, in linear time.
 
-    Positions with equal keys stay in the order of ``start``.
+    Positions with equal keys are kept in the order of ``start``.
 
-    NumPy uses radix sort for 16-bit numbers, so the keys are sorted 16 bits at a time, starting with the lowest bits.
+    NumPy uses radix sort for 16-bit numbers, so the keys are sorted 16 bits at a time, from the lowest bits to the
+    highest.
     """
     for shift in range(0, int(keys.max(initial=0)).bit_length(), 16):
         start = start[np.argsort((keys >> shift).astype(np.uint16)[start], kind="stable")]
@@ -61,14 +62,14 @@ def sort_by_key(keys: Ints, start: Ints) -> Ints:
 
 
 def distinct(index: Ints, total: int) -> int:
-    """Return how many different numbers ``index`` contains, all of which must be from 0 to ``total`` - 1."""
+    """Return how many different numbers ``index`` contains. All of them must be from 0 to ``total`` - 1."""
     is_dealt = np.zeros(total, bool)
     is_dealt[index] = True
     return int(is_dealt.sum())
 
 
 def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
-    """Group samples by client. The samples of a client stay in order.
+    """Group samples by client. The samples of each client keep their order.
 
     Args:
         index: positions in the data set ``[k]``.
@@ -82,7 +83,7 @@ def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
 
 
 def deal(lists: list[Ints], counts: Ints) -> Dealt:
-    """Assign to each client i the next ``counts[i, c]`` entries of each list c. No entry is assigned twice.
+    """For each list c, assign the next ``counts[i, c]`` entries to each client i. No entry is assigned twice.
 
     Args:
         lists: positions of each class's samples, in random order.
@@ -95,9 +96,9 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
 
 
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:
-    """Assign to each client i ``counts[i, c]`` random entries of each list c.
+    """For each list c, assign ``counts[i, c]`` random entries to each client i.
 
-    The entries of a client are distinct, but clients draw separately and may overlap.
+    The entries of one client are distinct, but clients are drawn independently and may overlap.
     """
     chosen = [
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]
@@ -122,10 +123,10 @@ def round_to_total(shares: Floats, total: int) -> Ints:
 
 
 def redraw(counts: Callable[[], Ints], min_size: int, what: str, cure: str) -> Ints:
-    """Draw counts [n, C] again until each client has at least `min_size` samples.
+    """Repeat the draw of the counts [n, C] until each client has at least `min_size` samples.
 
     Raises:
-        PartitionError: in all of `MAX_DEAL_ATTEMPTS` draws, a client had fewer samples.
+        PartitionError: in each of `MAX_DEAL_ATTEMPTS` draws, some client had too few samples.
     """
     best = -1
     for _ in range(MAX_DEAL_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""Partitions by a column of the data, and into planted clusters of clients."""
+"""Partitions by a column of the data, and partitions into planted clusters of clients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fedloom.seeds import numpy_generator
 
 
 class Natural(Partition):
-    """Natural clients of the source, such as writers or hospitals, or several of them combined to one client.
+    """Natural clients of the source, such as writers or hospitals. Several of them may be combined into one client.
 
-    Natural clients with fewer than `min_size` samples are left out, as with LEAF's option `-k`.
+    Natural clients with fewer than `min_size` samples are omitted, as with LEAF's option `-k`.
     """
 
     kind: ClassVar[str] = "natural"
     purpose: ClassVar[str] = "writers"
-    """Purpose by which the seeds of the random draws are derived. It is the original name of this kind, so that old
-    seeds give the same draws."""
+    """Purpose from which the seeds of the random draws are derived. It is the original name of this kind, which is kept
+    so that old seeds give the same draws."""
     by_row: ClassVar[bool] = True
     clients: int | None = Field(default=None, ge=1, description="number of clients (None: all clients of the source)")
     per_client: int | None = Field(
@@ -110,8 +110,8 @@ def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
 class Clusters(Partition):
     """Planted clusters: blocks of classes that are assigned to blocks of clients (Equitable-FL, Table 1 and section 5).
 
-    Cluster k consists of the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Each client has
-    ``per_class[k]`` samples of each class in its cluster.
+    Cluster k consists of the next ``classes[k]`` classes and the next ``sizes[k]`` clients. Within a cluster, each
+    client has ``per_class[k]`` samples of each of the cluster's classes.
     """
 
     kind: ClassVar[str] = "clusters"

@@ -29,10 +29,10 @@ Below = Annotated[
 
 
 class FeatureNoise(Sized):
-    """Noise that increases with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
+    """Noise that increases with the client's number (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
-    Client i = 1..m has Gaussian noise with variance sigma * i / m on each feature (for pixels in [0, 1]), in all its
-    parts.
+    Gaussian noise with variance sigma * i / m is added to each feature (for pixels in [0, 1]) of client i = 1..m, in
+    all its parts.
     """
 
     kind: ClassVar[str] = "feature-noise"
@@ -60,7 +60,7 @@ class FeatureNoise(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the clients of the base partition, and set the noise of each client."""
+        """Draw the clients of the base partition, and assign noise to each client."""
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
         if self.sigma_unit == "variance":
@@ -74,8 +74,8 @@ class FeatureNoise(Sized):
 class LabelSwap(Sized):
     """Concept skew: the same features have different classes in different groups of clients.
 
-    The clients form `groups` blocks. Clients in the first block keep their classes, and those in any other block use a
-    random permutation of the classes, in all their parts. The common test set keeps the true classes.
+    The clients form `groups` blocks. Clients in the first block keep their classes. In each other block, a random
+    permutation of the classes applies to all parts of the clients. The common test set keeps the true classes.
     """
 
     kind: ClassVar[str] = "label-swap"
@@ -105,7 +105,7 @@ class LabelSwap(Sized):
 
 
 class Rotated(Sized):
-    """Feature skew: clients have rotated and inverted images (as in IFCA's Rotated MNIST).
+    """Feature skew: the clients' images are rotated and inverted (as in IFCA's Rotated MNIST).
 
     The clients form one block for each view: first all rotations, then all rotations of inverted images. Clients in the
     first block have unchanged images. All parts of a client have the same view. The images in the common test set are
@@ -218,7 +218,7 @@ class MixedSkew(Sized):
         )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the clients of both partitions, and return them one after the other."""
+        """Draw the clients of both partitions, and return them one after another."""
         self.fits(pool)
         first, second = self._halves()
         k = round(self.ratio * self.clients)
@@ -239,14 +239,14 @@ def _sub(pool: Pool, chosen: Ints) -> Pool:
 
 
 def _join_draws(draws: list[Draw], classes: int) -> Draw:
-    """Concatenate draws. If a draw has no noise, views or permuted classes, its clients get neutral values."""
+    """Concatenate draws. If a draw has no noise, views or permuted classes, neutral values are used for its clients."""
     sizes = [len(draw.dealt.offsets) - 1 for draw in draws]
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
     channels = max((d.noise.shape[1] for d in draws if d.noise is not None), default=1)
 
     def joint(values: list[Any], none: NDArray[Any]) -> Any:
-        """Concatenate the values of all draws, with one row per client and `none` for draws without values.
+        """Concatenate the values of all draws, with one row per client. Draws without values contribute `none`.
 
         Return None if no draw has values.
         """
@@ -280,14 +280,15 @@ PARTITIONS: dict[str, type[Partition]] = {
 }
 
 OUTER_FIELDS = tuple(Partition.model_fields)
-"""Options that apply to the federation as a whole. A partition inside another partition must not set them."""
+"""Options that apply to the federation as a whole. If a partition is nested in another partition, it must not set
+them."""
 
 
 def nested(where: str, table: Mapping[str, object], clients: int, min_size: int) -> Partition:
-    """Return the partition that a table ``{kind = ..., ...}`` defines for some of the clients.
+    """Return the partition that a table ``{kind = ..., ...}`` defines for a subset of the clients.
 
     Raises:
-        ConfigError: the kind is missing or unknown, or an option applies only to the federation as a whole.
+        ConfigError: the kind is missing or unknown, or an option that applies only to the whole federation is given.
     """
     fields = dict(table)
     kind = choose("partition", PARTITIONS, fields.pop("kind", None), where)

@@ -15,16 +15,17 @@ from fedloom.data.subjects.design import Design
 def cut_parts(
     dealt: Dealt, y: Ints | None, quota: Quota, rng: np.random.Generator, design: Design | None = None
 ) -> dict[str, Dealt]:
-    """Divide each client's samples into parts.
+    """Divide each client's samples into training, validation and test parts.
 
-    At least one sample is used for training. If there are at least 2 samples, at least one is used for test, and if
-    there are at least 3, at least one for validation. Fractions of samples are rounded. One sample of each of the
-    client's classes stays in the training part. If a client has a sample several times, all copies are in one part.
+    At least one sample remains for training. If there are at least 2 samples, at least one is used for testing, and if
+    there are at least 3, at least one is used for validation. Fractions of samples are rounded. One sample of each of
+    the client's classes stays in the training part. If a client has the same sample several times, all copies are in
+    one part.
 
     Args:
         dealt: samples of each client.
         y: classes of the whole data set [N], or None for a regression.
-        quota: sizes of the parts.
+        quota: sizes of the training, validation and test parts.
         rng: random generator for the order of samples.
         design: description of which samples belong together, or None. If it is given, subjects are divided instead of
             samples (see `parts_by_subject`).
@@ -43,7 +44,7 @@ def cut_parts(
 
 
 def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota, order: Floats) -> Ints:
-    """Return a code for the part of each sample, for samples that are independent."""
+    """Return a code for the part of each sample. The samples are independent of each other."""
     label = np.zeros_like(owner) if y is None else y[dealt.index]
     if quota.folds is None or quota.fold is None:
         in_test = np.zeros(len(owner), bool)
@@ -67,7 +68,7 @@ def _codes(dealt: Dealt, owner: Ints, sizes: Ints, y: Ints | None, quota: Quota,
 def _join_copies(code: Ints, owner: Ints, index: Ints, is_capped: bool) -> Ints:
     """Return codes that put all copies of a client's sample in the first of their parts.
 
-    If training parts are capped, copies that would move to the training part are left out (code 3).
+    If training parts are capped, copies that would move to the training part are omitted (code 3).
     """
     _, sample = np.unique(owner * (int(index.max()) + 1) + index, return_inverse=True)
     first = np.full(len(index), 3)
@@ -77,7 +78,7 @@ def _join_copies(code: Ints, owner: Ints, index: Ints, is_capped: bool) -> Ints:
 
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
-    """Return each sample's rank at its client, with one sample per class first, and each client's number of classes."""
+    """Return each sample's rank at its client (first one sample per class), and each client's number of classes."""
     cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
     by_class = sort_by_key(cell, drawn)
     first = np.ones(len(owner), bool)
@@ -90,9 +91,9 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 
 
 def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
-    """Return a mask of the test samples in one stratified fold: samples in class order go to the folds in turn.
+    """Return a mask of the test samples in one stratified fold: samples, ordered by class, are dealt to folds in turn.
 
-    If a client has a single sample of a class, this sample is never used for testing.
+    If a client has only one sample of a class, this sample is never used for testing.
     """
     cell = owner * (int(label.max(initial=0)) + 1) + label
     by_class = sort_by_key(cell, np.argsort(order, kind="stable"))
@@ -103,7 +104,7 @@ def _fold_mask(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, o
 
 
 def check_draw(draw: Any, samples: int, classes: int) -> None:
-    """Raise an error for fields of a wrong type or shape, invalid positions, and test samples that a client trains on.
+    """Raise an error for fields with a wrong type or shape, invalid positions, or test samples used for training.
 
     Args:
         draw: draw of a partition (see `fedloom.data.partitions.Draw`).
@@ -172,7 +173,7 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
 
 
 def _check_lists(name: str, lists: Any, samples: int) -> None:
-    """Raise if the samples of the clients are not valid positions."""
+    """Raise an error if the samples of the clients are not valid positions."""
     if not isinstance(lists, Dealt):
         raise ValueError(f"{name} must be fl.partitions.Dealt(index, offsets), got {_describe_type(lists)}")
     index, offsets = lists
@@ -188,7 +189,7 @@ def _check_lists(name: str, lists: Any, samples: int) -> None:
 
 
 def _check_positions(name: str, index: Any, samples: int) -> None:
-    """Raise if positions are not integers within the data set."""
+    """Raise an error if positions are not integers within the data set."""
     if not _holds_integers(index):
         raise ValueError(f"{name} must be an integer numpy array of shape [k], got {_describe_type(index)}")
     if len(index) and (index.min() < 0 or index.max() >= samples):

@@ -1,4 +1,4 @@
-"""Samples that a partition can assign, and the clients that it draws."""
+"""Samples that a partition can assign to clients, and the clients that the partition draws."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Pool(NamedTuple):
 
     Attributes:
         data: the complete data set.
-        index: positions in the data set ``[k]`` (int64), without the official test set. If the data have subjects, only
-            the last row of each subject is listed, and it represents all rows of the subject.
-        y: class of each of these samples ``[k]``. None for a regression, or if each position has a label.
+        index: positions in the data set ``[k]`` (int64), excluding the official test set. If the data have subjects,
+            only the last row of each subject is listed, and it represents all rows of this subject.
+        y: class of each of these samples ``[k]``. None for a regression, or if each position has its own label.
     """
 
     data: Dataset
@@ -36,7 +36,7 @@ class Pool(NamedTuple):
 
     @classmethod
     def create(cls, data: Dataset, index: Ints) -> Pool:
-        """Select the samples at these positions."""
+        """Select the samples at the given positions."""
         return cls(data, index, None if data.labels is None else data.labels.numpy()[index])
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Pool(NamedTuple):
         """Return the classes of the samples, for a partition that needs them.
 
         Raises:
-            ConfigError: the task is a regression, or each position has a label.
+            ConfigError: the task is a regression, or each position has its own label.
         """
         if self.y is None:
             what = "has a label per position" if self.data.each else f"is a {self.data.task}"
@@ -68,19 +68,20 @@ class Draw(NamedTuple):
     """Assignment of samples to n clients, as drawn by a partition.
 
     Attributes:
-        dealt: samples of each client, which are then divided into parts.
-        test: samples in the test part of each client, if the partition chooses them itself. In this case, the option
-            ``test`` has no effect. These samples are changed, scaled and encoded in the same way as those in ``dealt``.
+        dealt: samples that each client receives, before they are divided into parts.
+        test: samples in the test part of each client, if the partition itself chooses them. In this case, the option
+            ``test`` has no effect. These samples are changed, scaled and encoded in the same way as the samples in
+            ``dealt``.
         common: positions ``[k]`` (int64) of a common test set, on which global models are evaluated. These samples must
-            belong to no client, and columns of tables are scaled there as for a new client. None for the test set of
-            the data set.
+            not belong to any client, and their table columns are scaled as for a new client. None for the data set's
+            own test set.
         noise: standard deviation of Gaussian noise on the features of each client, ``[n, 1]`` or (per channel) ``[n,
             c]``.
-        anew: True for clients whose noise is drawn again in every step ``[n]``.
+        anew: mask ``[n]`` of the clients whose noise is drawn again in every step.
         relabel: new class for each class at each client, ``[n, C]``.
-        views: number of quarter turns of each client's images, and 1 if the images are inverted, ``[n, 2]``.
+        views: number of quarter turns of each client's images, followed by 1 if the images are inverted, ``[n, 2]``.
         groups: planted group of each client ``[n]``.
-        names: name of each client. If it is empty, the names are numbers.
+        names: name of each client. If it is empty, the clients are named by numbers.
         notes: notes for the report.
     """
 
@@ -96,7 +97,7 @@ class Draw(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def keep_trained(self, trains: NDArray[np.bool_]) -> Draw:
-        """Return the draw with only those clients that have training rows, given by the mask ``trains [n]``.
+        """Return the draw restricted to the clients that have training rows, given by the mask ``trains [n]``.
 
         The rows of all other clients become a common test set.
         """

@@ -28,7 +28,7 @@ from fedloom.seeds import numpy_generator
 
 
 class Iid(Sized):
-    """Clients of equal size whose samples are drawn from all samples in the same way."""
+    """Clients of equal size, whose samples are drawn uniformly from all samples."""
 
     kind: ClassVar[str] = "iid"
     shuffle: bool = Field(
@@ -40,7 +40,7 @@ class Iid(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Divide a random permutation into equal parts."""
+        """Divide a randomly permuted set of samples into equal parts."""
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
         return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
@@ -63,7 +63,7 @@ class QuantitySkew(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Divide a random permutation according to Dirichlet shares."""
+        """Divide a randomly permuted set of samples according to Dirichlet shares."""
         self.fits(pool)
         rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
         order = pool.index[rng.permutation(len(pool))]
@@ -77,7 +77,7 @@ class QuantitySkew(Sized):
 
 
 class Shards(Sized):
-    """Clients with q labels each, also known as the pathological split.
+    """Partition into clients with q labels each, also known as the pathological split.
 
     McMahan et al. 2017, Communication-efficient learning of deep networks from decentralized data, section 3.
     NIID-Bench (Li et al. 2022, arXiv 2102.02079), section 4.1, "#C = k". FLAME, section V-A, "# label = q".
@@ -125,7 +125,7 @@ class Shards(Sized):
 
 
 def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator, pool: Pool) -> Ints:
-    """Return counts ``[n, C]``, where each client gets the q classes used least so far (ties are broken at random)."""
+    """Return counts ``[n, C]``, where each client gets the q least-used classes so far (ties are broken at random)."""
     held = np.array([len(class_index) for class_index in lists])
     open_ = np.flatnonzero(held)
     if q > len(open_):
@@ -154,9 +154,9 @@ class FemnistFedProx(Sized):
     """Clients with few classes and log-normal sizes, as in FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127).
 
     User i has ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples of each of the classes i, i +
-    1, ..., i + labels_per_client - 1 (mod C), where z is standard normal. Users share no samples. In the published
-    code, an index is reset by mistake, so users share the first images of each class. The remaining samples belong to
-    no client.
+    1, ..., i + labels_per_client - 1 (mod C), where z is standard normal. Users do not share any samples. In the
+    published code, an index is reset by mistake, so users share the first images of each class. The remaining samples
+    belong to no client.
     """
 
     kind: ClassVar[str] = "femnist-fedprox"
@@ -171,7 +171,7 @@ class FemnistFedProx(Sized):
     extra: int = Field(default=5, ge=0, description="number of additional samples for every client")
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the sizes, and assign the next samples of each user's classes."""
+        """Draw the number of samples of each user, and assign the next samples of the user's classes to the user."""
         rng = numpy_generator(seed, purpose="few")
         lists = pool.group_by_class(self.kind, rng)
         held = np.array([len(class_index) for class_index in lists])
@@ -213,7 +213,7 @@ class Dirichlet(Sized):
     proportions p ~ Dir(alpha, ..., alpha). By client (Acar et al. 2021, used by FedSLR, section 5.1): clients have
     equal sizes, and the label distribution of each client is drawn from Dir(alpha, ..., alpha) over the classes. By
     prior (Hsu, Qi, Brown 2019, arXiv 1909.06335, section 3): like by client, but with Dir(alpha * p), where p is the
-    label distribution of all samples. If a class has no samples left, the client receives more samples of its other
+    label distribution of all samples. If no samples of a class remain, the client receives more samples of its other
     classes instead, in proportion.
     """
 
@@ -245,7 +245,7 @@ class Dirichlet(Sized):
     )
 
     def draw(self, pool: Pool, seed: int) -> Draw:
-        """Draw the counts per client and class, and then assign random samples."""
+        """Draw the numbers of samples per client and class, and then assign random samples."""
         self.fits(pool)
         rng = numpy_generator(seed, purpose="dirichlet")
         lists = pool.group_by_class(self.kind, rng)
@@ -287,7 +287,7 @@ class Dirichlet(Sized):
 def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Floats:
     """Return the rows of `weights` restricted to the classes in ``open_``, each normalized to sum to 1.
 
-    If a row has no weight on these classes, it becomes uniform.
+    If the weight of a row on these classes is zero, the row becomes uniform.
     """
     rows = weights * open_
     rows[rows.sum(1) <= 1e-12] = open_
@@ -295,11 +295,11 @@ def _rows(weights: Floats, open_: np.ndarray[tuple[int], np.dtype[np.bool_]]) ->
 
 
 def _fill_in_turn(prior: Floats, sizes: Ints, held: Ints, rng: np.random.Generator) -> Ints:
-    """Return counts ``[n, C]`` with the given row sums and with column sums of at most `held`.
+    """Return counts ``[n, C]`` that have the given row sums, and column sums of at most `held`.
 
     The counts are distributed as if samples were drawn one by one, with clients in random order: if clients want more
-    samples of a class than are left, random ones of them draw from the other classes instead. In each pass, either all
-    clients are served or a class is used up.
+    samples of a class than remain, some of these clients, chosen at random, draw from the other classes instead. In
+    each pass, either all clients are served or the samples of a class are used up.
     """
     counts = np.zeros(prior.shape, np.int64)
     left = held.copy()

@@ -68,18 +68,18 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
 
     Args:
         name_or_path: key of `SOURCES`, ``"hub:owner/name"``, or a file or folder (whose contents determine the reader).
-        data_dir: folder of data sets. None for the environment variable FEDLOOM_DATA.
+        data_dir: folder of data sets. None stands for the environment variable FEDLOOM_DATA.
         options: options of the source.
 
     Raises:
         ConfigError: the name is unknown, or the source has no such option.
-        DataError: a file is missing, damaged or not in the expected format.
+        DataError: a file is missing, is damaged, or is not in the expected format.
     """
     return source(name_or_path, **options).load(data_dir)
 
 
 def source(name_or_path: str | Path, **options: object) -> Source:
-    """Return the source that `load` would read, after checking its options, but without reading data.
+    """Check the options of the source that `load` would read, and return the source without reading any data.
 
     Raises:
         ConfigError: the source does not exist, or has no such option.
@@ -100,5 +100,5 @@ def source(name_or_path: str | Path, **options: object) -> Source:
 
 
 def _is_file(name: str) -> bool:
-    """Return True if a name refers to a file or folder instead of a named data set."""
+    """Return True if a name refers to a file or folder rather than to a named data set."""
     return "/" in name or "\\" in name or bool(Path(name).suffix) or os.path.exists(name)

@@ -33,17 +33,18 @@ class Source(Value):
         """Load the complete data set.
 
         Args:
-            data_dir: folder of data sets. None for the environment variable FEDLOOM_DATA.
+            data_dir: folder of data sets. None stands for the environment variable FEDLOOM_DATA.
 
         Raises:
-            DataError: a file is missing, damaged or not in the expected format. Partial data are never returned.
+            DataError: a file is missing, is damaged, or is not in the expected format. Incomplete data are never
+                returned.
         """
         ...
 
     def read(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the data set and check its type.
 
-        The check is needed because the source may be user code, which can raise any error.
+        The check is needed because the source may be user code, which can raise any exception.
 
         Raises:
             DataError: `load` raised it.
@@ -72,7 +73,7 @@ class SampleSource(FileSource):
         """Return all samples ``[N, *shape]`` in the form of `load`, with or without labels, and their file names.
 
         Raises:
-            DataError: a file is missing, damaged or not in the expected format.
+            DataError: a file is missing, is damaged, or is not in the expected format.
         """
         ...
 
@@ -84,10 +85,11 @@ def locate(
 
     Args:
         what: name of the data set in messages.
-        path: path that the user has given, or None. It is only checked for existence, because the reader reports
+        path: path given by the user, or None. The path is only checked for existence, because the reader reports
             missing contents.
-        data_dir: folder of data sets, or None for FEDLOOM_DATA.
-        folders: subfolders of the data folder that are searched. The data folder itself is searched last.
+        data_dir: folder that contains data sets, or None to use FEDLOOM_DATA.
+        folders: subfolders of the data folder that are searched. The data folder itself is searched after all other
+            places.
         fits: function that returns True if a path contains the data set.
 
     Raises:
@@ -134,7 +136,7 @@ def naming_file_in_errors(place: Path) -> Iterator[None]:
 
 
 def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
-    """Return the names of numbered classes, which are ``"0"`` up to the largest label.
+    """Return the names of numbered classes, from ``"0"`` up to the largest label.
 
     Raises:
         DataError: a label is negative or at least `MOST_CLASSES`.

@@ -1,7 +1,7 @@
 """Reading of files from folders and from zip and tar archives (plain, gz or xz) as a stream of entries.
 
 Nothing is unpacked to disk, links in archives are skipped, and the declared size of a file is checked before it is
-read. If no size is declared, reading stops with an error when the limit is exceeded.
+read. If no size is declared, reading stops with an error as soon as the limit is exceeded.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 
 MAX_UNPACKED_BYTES = 16 * 2**30
-"""Maximum size in bytes of a single unpacked file. It exceeds the memory of most machines, so that only an attack or a
-mistake can reach it."""
+"""Maximum size in bytes of a single unpacked file. It exceeds the memory of most machines, so that it can be reached
+only by an attack or a mistake."""
 ALWAYS_ALLOWED_BYTES = 64 * 2**20
 """Number of unpacked bytes up to which any compression ratio is accepted. Small tables of identical rows may be
-compressed by more than `MAX_UNPACKING_RATIO`, and every machine has enough memory for this many bytes."""
+compressed by a factor above `MAX_UNPACKING_RATIO`, and every machine has enough memory for this many bytes."""
 READ_CHUNK_BYTES = 2**20
-"""Number of bytes to read at a time, which is limited because gzip and lzma copy their output."""
+"""Number of bytes to read at a time. It is limited because gzip and lzma copy their output."""
 MAX_UNPACKING_RATIO = 400
-"""Maximum ratio of unpacked bytes to packed bytes that is accepted. The ratio is at most about 50 for real data in xz
-format, but 1,000 or more for a decompression bomb."""
+"""Maximum accepted ratio of unpacked bytes to packed bytes. The ratio is at most about 50 for real data in xz format,
+but 1,000 or more for a decompression bomb."""
 
 PATIENCE_SECONDS, PACKED_BYTES_PER_SECOND = 60.0, 100_000
-"""Number of seconds that unpacking any file may take, and number of packed bytes for which one more second is allowed.
-A gz table of 5 MB, which contains 50 MB of cells, takes about 3 s on one core. A decompression bomb of identical rows
-with a ratio below `MAX_UNPACKING_RATIO` takes minutes."""
+"""Number of seconds for unpacking any file, and number of packed bytes for which one more second is allowed. A 5 MB gz
+file that contains 50 MB of table cells takes about 3 s on one core. A decompression bomb that consists of identical
+rows, with a ratio below `MAX_UNPACKING_RATIO`, takes minutes to unpack."""
 
 GZIP_MAGIC, XZ_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00", b"PK\x03\x04"
 DAMAGED_FILE_ERRORS = (
@@ -65,7 +65,9 @@ class Entry(NamedTuple):
 
 
 class _Bounded(io.RawIOBase):
-    """Stream that raises an error if it returns more than `bound` bytes or takes too long. The error names the file.
+    """Stream that raises an error if it yields more than `bound` bytes or takes too long.
+
+    The name of the file is part of the error.
 
     The time is measured between the first and the last byte, and includes the processing in between.
     """
@@ -97,7 +99,7 @@ class _Bounded(io.RawIOBase):
 
 
 class _Tail:
-    """Stream that stores its last block, which must be zero at the end of a tar archive."""
+    """Stream that remembers its last block, because the last block of a tar archive must contain only zeros."""
 
     def __init__(self, inner: BinaryIO) -> None:
         self._inner, self.last = inner, b""
@@ -114,7 +116,7 @@ def damaged(where: str, error: Exception) -> DataError:
 
 
 def bomb(where: str, size: int) -> DataError:
-    """Return the error for a file that unpacks to far more bytes than expected."""
+    """Return the error for a file that unpacks to many more bytes than expected."""
     return DataError(
         f"{where} unpacks to at least {size:,} bytes, which is too much for the size of the archive, "
         f"or more than the limit of {MAX_UNPACKED_BYTES:,}. If the file is genuine, unpack the file "
@@ -138,7 +140,7 @@ def check_size(where: str, declared: int, packed: int) -> None:
 
 
 def _unpacked(stream: BinaryIO, packed: int, where: str) -> BinaryIO:
-    """Return a stream of unpacked bytes from a gz or xz stream. Any other stream is returned as it is."""
+    """Return a stream of unpacked bytes from a gz or xz stream. Any other stream is returned unchanged."""
     buffered = io.BufferedReader(_Bounded(stream, MAX_UNPACKED_BYTES, where), 2**17)
     head = buffered.peek(6)[:6]
     if head.startswith(GZIP_MAGIC):
@@ -162,10 +164,10 @@ def bare(name: str) -> str:
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading, and unpack it if it is a gz or xz file.
+    """Open a file for reading, and unpack the file if it is a gz or xz file.
 
     Raises:
-        DataError: the file is missing, unreadable or damaged, or unpacks to too many bytes.
+        DataError: the file is missing, is unreadable or damaged, or unpacks to too many bytes.
     """
     check_regular(path)
     try:
@@ -178,7 +180,7 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_regular(path: Path) -> None:
-    """Raise an error for a pipe, socket or device, because reading it may block or never end.
+    """Raise an error for a pipe, socket or device, because reading it may block or may never end.
 
     Raises:
         DataError: the path is a pipe, socket or device.
@@ -192,7 +194,7 @@ def _is_tar(head: bytes) -> bool:
 
 
 def is_system_file(name: str) -> bool:
-    """Return True if the macOS Finder has added the file to a zip or folder.
+    """Return True if the file was added to a zip or folder by the macOS Finder.
 
     >>> [is_system_file(name) for name in ("__MACOSX/._a.csv", "a/._b.csv", "a/.DS_Store", "a/b.csv")]
     [True, True, True, False]
@@ -207,7 +209,7 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
     Each stream must be read before the next entry is requested.
 
     Names are relative, use forward slashes, and do not end in .gz or .xz. Folders are read in the order of their file
-    names. Archives (also those inside a folder) are read in the order in which their files are stored.
+    names. Archives (including those inside a folder) are read in the order in which their files are stored.
 
     Raises:
         DataError: `path` does not exist, an archive is damaged, or a declared size is implausible.
@@ -234,7 +236,7 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder, sorted by name. Links to folders are not followed."""
+    """Yield all files in a folder and its subfolders, sorted by name. Symbolic links to folders are not followed."""
     with suppress(PermissionError):
         for path in sorted(folder.iterdir()):
             if path.is_dir() and not path.is_symlink():
@@ -298,10 +300,10 @@ def fill(entry: Entry, out: NDArray[np.generic], what: str) -> None:
 
 
 def finished(entry: Entry) -> None:
-    """Raise an error if a stream contains more bytes after the end of the data.
+    """Raise an error if a stream contains further bytes after the end of the data.
 
     Raises:
-        DataError: there are more bytes.
+        DataError: there are further bytes.
     """
     if entry.stream.read(1):
         raise DataError(
@@ -310,9 +312,9 @@ def finished(entry: Entry) -> None:
 
 
 class GrowingRows:
-    """Array to which rows of the same shape can be appended when their number is not known in advance.
+    """Array to which rows of the same shape can be appended if the number of rows is not known in advance.
 
-    The array grows in place, so data are never held twice.
+    The array grows in place, so memory never holds two copies of the data.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -325,24 +327,30 @@ class GrowingRows:
         return self._data.shape[1:]
 
     def room(self, count: int) -> NDArray[np.generic]:
-        """Append `count` rows, and return them for writing. They belong to the array immediately."""
+        """Append `count` rows, and return them so that they can be written to.
+
+        The rows belong to the array immediately.
+        """
         start, self.size = self.size, self.size + count
         if self.size > len(self._data):
             self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
     def reserve(self, start: int, count: int) -> NDArray[np.generic]:
-        """Return `count` rows from row `start` on for writing. Rows that do not exist yet are appended."""
+        """Return `count` rows, starting at row `start`, as a buffer that can be written to.
+
+        Rows that do not exist yet are appended.
+        """
         self.room(max(start + count - self.size, 0))
         return self._data[start : start + count]
 
     def keep(self, start: int, mask: NDArray[np.bool_]) -> None:
-        """Remove those rows from `start` on that the mask does not select."""
+        """Remove all rows from `start` on that are not selected by the mask."""
         kept = self._data[start : self.size][mask]
         self._data[start : start + len(kept)] = kept
         self.size = start + len(kept)
 
     def done(self) -> NDArray[np.generic]:
-        """Return all rows without spare capacity."""
+        """Return all rows without the spare capacity of the array."""
         self._data.resize((self.size, *self._data.shape[1:]), refcheck=False)
         return self._data

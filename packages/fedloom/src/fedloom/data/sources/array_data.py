@@ -1,6 +1,6 @@
 """Creation of a `Dataset` from arrays in memory.
 
-Shapes, types and values are checked, and a single message reports all problems.
+Shapes, types and values are checked, and all problems are reported in a single message.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.hints import unknown
 
 MOST_COMPARED_COLUMNS = 64
-"""Maximum number of columns that are compared with each other to find near-duplicate rows."""
+"""Maximum number of columns that are compared with each other in the search for near-duplicate rows."""
 MOST_NOTED = 2**24
 """Maximum number of values for which a data set is scanned to produce notes (64 MiB of float32)."""
 MAX_EXACT_INTEGER = 2**24
-"""Largest integer up to which float32 represents every integer exactly."""
+"""Largest integer up to which every integer can be represented exactly in float32."""
 Layout = Literal["image", "sequence"]
-"""Meaning of samples ``[height, width]``, which are images with one channel or sequences ``[time, features]``."""
+"""Meaning of samples ``[height, width]``: either images with one channel or sequences ``[time, features]``."""
 CHANNEL_COUNTS = (1, 3, 4)
-"""Common numbers of channels in images: gray, RGB, and RGB with an alpha channel. Gray with an alpha channel (2
-channels) is rare and not included."""
+"""Common numbers of channels in images: gray, RGB, and RGB with an alpha channel. Gray images with an alpha channel (2
+channels) are rare and are not included."""
 MIN_PIXEL_COLUMNS = 64
-"""Minimum number of columns of a table that may contain the pixels of images."""
+"""Minimum number of columns for which a table is suspected to contain the pixels of images."""
 LARGE_VALUE = 100.0
-"""Median absolute value of a column, or largest value of images, above which usual learning rates are too large."""
+"""Median absolute value of a column, or largest value in images, above which the usual learning rates are too large."""
 
 
 def make_dataset(
@@ -58,7 +58,7 @@ def make_dataset(
     original_dtype: str = "",
     layout: Layout | None = None,
 ) -> Dataset:
-    """Create a data set from arrays, after checking them.
+    """Check arrays, and create a data set from them.
 
     Args:
         name: name of the data set.
@@ -66,16 +66,17 @@ def make_dataset(
             get a channel axis.
         y: integers, booleans or text [N], or numbers [N, k]. It may also contain integers [N, length] for tokens and
             sequences, or masks [N, height, width] for images, with -1 for positions without a label.
-        task: meaning of the targets. None for classification if the targets are integers, text or booleans.
-        where: file that messages name. None for the name of the data set.
+        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
+        where: name of the file for use in messages. None stands for the name of the data set.
         split: index of the first sample in the official test set, or None if there is none.
-        classes: names of the classes or labels. If empty, they are numbers from 0, or the sorted texts in y.
+        classes: names of the classes or labels. If empty, classes are named by numbers from 0, or by the sorted texts
+            in y.
         mean: number that is subtracted (for bytes, from pixels in [0, 1]).
-        std: number by which the result is divided.
+        std: divisor that is applied after the subtraction.
         users: client of each sample [N], or None.
         vocabulary: names of the tokens, or the number of tokens. If it is given, x contains tokens [N, length], with 0
             as padding at the end.
-        original_dtype: numpy name of the original type of x. If empty, it is the type of x.
+        original_dtype: numpy name of the type that x had originally. If empty, this is the type of x.
         layout: "sequence" if x has the shape ``[N, time, features]``. None for "image".
 
     Raises:
@@ -197,9 +198,9 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
     Args:
         x: samples ``[N, ...]``.
-        channels_last: True if images are ``[N, height, width, channels]``. None to raise an error if the shape suggests
-            this.
-        place: location that messages name.
+        channels_last: True if images are ``[N, height, width, channels]``. If None, an error is raised if the shape
+            suggests that the channels are last.
+        place: location for use in messages.
 
     Raises:
         DataError: the order of the axes is unclear, or contradicts the shape.
@@ -214,11 +215,11 @@ def channels_first(x: NDArray[Any], channels_last: bool | None, place: object) -
 
 
 def has_channels_last(shape: Sequence[int]) -> bool:
-    """Return True if an array ``[N, ...]`` has the shape of images with the channels last.
+    """Return True if the shape of an array ``[N, ...]`` is that of images with the channels last.
 
-    The first axis must not be a common number of channels (see `CHANNEL_COUNTS`). The last axis must be such a number.
-    If the first axis is not 2, the last axis may also be 2 or smaller than the sides of square images, such as
-    satellite images.
+    The first axis must not be a common number of channels (see `CHANNEL_COUNTS`). The length of the last axis must be
+    such a number. If the length of the first axis is not 2, the length of the last axis may also be 2, or smaller than
+    the sides of square images, such as satellite images.
     """
     if len(shape) != 4 or shape[1] in CHANNEL_COUNTS:
         return False
@@ -247,8 +248,8 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
     Args:
         x: numbers ``[N, ...]``.
         out: array of the same shape.
-        place: location that messages name.
-        first: number of the first row.
+        place: location for use in messages.
+        first: number of the first row, for use in messages.
 
     Raises:
         DataError: a number is outside the range that models can use.
@@ -270,12 +271,12 @@ def narrow_numbers(x: NDArray[Any], out: NDArray[Any], place: str, first: int = 
 
 
 def noted(data: Dataset) -> Dataset:
-    """Return a data set of arrays with notes on its columns or images.
+    """Return a data set made of arrays, with notes on its columns or images.
 
     A note is added to images of floats with large values.
 
     A note is added to a table of bytes, because its values may not be pixels. Samples are treated as images if they are
-    bytes, have more than one axis, or have many columns of which half share the same minimum or maximum.
+    bytes, have more than one axis, or have many columns of which at least half share the same minimum or maximum.
     """
     x = data.x
     if x.dtype == torch.uint8 and x.ndim == 2 and not data.vocabulary:
@@ -319,7 +320,7 @@ def noted(data: Dataset) -> Dataset:
 
 
 def noted_copies(data: Dataset) -> Dataset:
-    """Return a data set of images with a note if it contains near-duplicates."""
+    """Return a data set of images. If it contains near-duplicates, add a note."""
     if data.x.ndim != 4 or data.vocabulary or not (close := image_copies(data.x, data.design)):
         return data
     return replace(data, notes=(*data.notes, NEAR_COPIES_NOTE.format(f"{close:,}", f"{len(data):,} images")))
@@ -332,7 +333,10 @@ def _is_wide(x: torch.Tensor) -> bool:
 
 
 def _unscaled(columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield a note on numeric columns of an array with large values. Columns of a table, in contrast, are scaled."""
+    """Yield a note on the numeric columns of an array that contain large values.
+
+    In contrast, columns of a table are scaled.
+    """
     sizes = {name: float(np.median(np.abs(values))) for name, values in columns.items()}
     large = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] > LARGE_VALUE]
     if large:
@@ -393,10 +397,10 @@ def _targets(
 
 
 def plain(values: object, name: str, mixed: bool = False) -> NDArray[Any]:
-    """Convert values to an array of numbers or text, or also of objects if ``mixed`` is True.
+    """Convert values to an array of numbers or text or, if ``mixed`` is True, also of objects.
 
     Raises:
-        DataError: rows have different lengths, or values have several types or are missing.
+        DataError: rows differ in length, or values differ in type or are missing.
     """
     if np.ma.is_masked(values):
         raise DataError(f"{name}: some values are masked. Fill these values, or remove the samples")

@@ -23,7 +23,8 @@ CONVERSION_BLOCK_BYTES = 2**20
 """Number of bytes per block when an array is converted to another type while it is read."""
 SPLIT_NAME_FORMS = (("{}_train", "{}_test"), ("train_{}", "test_{}"), ("{}", ""))
 CLIENT_KEYS = ("clients", "users")
-"""Possible names of the array with the client of each sample. Earlier versions used the second name."""
+"""Possible names of the array that contains the client of each sample. Earlier versions used the second of these
+names."""
 ARRAY_KEYS = tuple(
     (train.format(x), train.format(y), test.format(x), test.format(y))
     for train, test in SPLIT_NAME_FORMS
@@ -65,10 +66,10 @@ class _Arrays(SampleSource):
 
 
 class Npy(_Arrays):
-    """Folder with x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
+    """Folder that contains x.npy, y.npy and, optionally, clients.npy, subject.npy, order.npy and strata.npy.
 
-    The features stay on disk and are read when they are needed, so x may be larger than the memory. It must contain
-    bytes or float32, and images must have the channels first.
+    The features stay on disk and are read when they are needed, so x may be larger than the available memory. It must
+    contain bytes or float32, and images must have the channels first.
     """
 
     channels_last: Literal[False] | None = Field(
@@ -76,7 +77,7 @@ class Npy(_Arrays):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load the arrays. The features are scanned once for values that are not finite, but stay on disk."""
+        """Load the arrays. The features are scanned once for values that are not finite, but they stay on disk."""
         place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
         x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
         if self.channels_last is None and has_channels_last(x.shape):
@@ -128,7 +129,7 @@ class Npz(_Arrays):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all arrays.
 
-        The headers are read first, so that each array can be read directly into its final memory.
+        The headers are read first, so that each array can be read directly into its final place in memory.
         """
         place, headers = self._headers(data_dir)
         keys = next((keys for keys in ARRAY_KEYS if keys[0] in headers and keys[1] in headers), None)
@@ -164,7 +165,7 @@ class Npz(_Arrays):
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """Return only the features.
 
-        Those of a table keep their full precision. If the file has a single array, it may have any name.
+        Values of a table keep their full precision. If the file contains a single array, this array may have any name.
         """
         place, headers = self._headers(data_dir)
         keys_present = ([key for key in keys[::2] if key in headers] for keys in ARRAY_KEYS)
@@ -181,7 +182,7 @@ class Npz(_Arrays):
         return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
 
     def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
-        """Read arrays into their buffers one after the other. The first buffer is that of the features."""
+        """Read arrays into their buffers one after another. The first buffer contains the features."""
         parts: dict[str, tuple[NDArray[Any], bool]] = {}
         for k, (keys, room) in enumerate(rooms):
             at = 0
@@ -196,9 +197,9 @@ class Npz(_Arrays):
     def _room_of_x(
         self, place: Path, headers: dict[str, _Header], keys: list[str], *, own_type: bool = False
     ) -> NDArray[Any]:
-        """Return a buffer for the features, with channels first.
+        """Return a buffer for the features, with channels as the first axis.
 
-        It has a type that models accept (bytes or float32), or the array's own type if ``own_type`` is True.
+        The result has a type that models accept (bytes or float32), or the array's own type if ``own_type`` is True.
         """
         shape, dtype = _joint_shape(place, headers, keys)
         kind = dtype if own_type else np.uint8 if dtype == np.uint8 else np.float32
@@ -223,7 +224,7 @@ def _key(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> _Header:
-    """Return the shape and type of an array, after checking that the packed bytes can contain it.
+    """Check that the packed bytes can contain the array, and return its shape and type.
 
     Arrays of Python objects are rejected.
     """
@@ -249,7 +250,7 @@ def _header(entry: Entry) -> _Header:
 
 
 def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
-    """Return an empty array that has room for all arrays with these names, one after the other."""
+    """Return an empty array with enough space for all arrays with these names, one after another."""
     return np.empty(*_joint_shape(place, headers, keys))
 
 
@@ -269,7 +270,7 @@ def _joint_shape(place: Path, headers: dict[str, _Header], keys: list[str]) -> t
 
 
 def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
-    """Read an array into its buffer, in blocks if its type or the order of its axes must be changed."""
+    """Read an array into its buffer. If its type or the order of its axes must be changed, read it in blocks."""
     if header.fortran and len(header.shape) > 1:
         turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")

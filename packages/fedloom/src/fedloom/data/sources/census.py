@@ -17,7 +17,7 @@ from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
-"""Levels of each column, with the label as the last column. A column without levels is numeric, and ``?`` marks a
+"""Levels of each column, with the label as the last column. A column without levels is numeric, and ``?`` stands for a
 missing value."""
 
 HEART_HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -42,11 +42,12 @@ ZERO_IS_MISSING = ("trestbps", "chol")
 
 
 class Heart(FileSource):
-    """UCI heart disease (Janosi et al. 1988): four hospitals, 920 patients, and presence of the disease (num > 0).
+    """UCI heart disease (Janosi et al. 1988): four hospitals and 920 patients, with or without the disease (num > 0).
 
-    The hospitals are the natural clients. A cholesterol or resting blood pressure of 0 is treated as missing.
-    Imputation and scaling are fitted to each client's training part. If a client has fewer than 5 values in a column,
-    this column is 0 for the client. For each column with missing values, an additional feature marks them.
+    The hospitals are the natural clients of this data set. A cholesterol level or resting blood pressure of 0 is
+    treated as missing. Imputation and scaling are fitted to each client's training part. If a client has fewer than 5
+    values in a column, all values in this column become 0 for the client. For each column with missing values, an
+    additional feature marks these values.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
@@ -132,7 +133,7 @@ COLUMN_RANGES = {
 
 
 class Adult(FileSource):
-    """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, and whether their income exceeds 50,000 dollars.
+    """UCI adult (Becker, Kohavi 1996): 32,561 + 16,281 people, with an income above or at most 50,000 dollars.
 
     Numbers are divided by fixed bounds (after log(1 + x) for capital gain and loss), so nothing is fitted to the data.
     Each categorical column becomes one feature per level, and `?` is one of the levels. The sampling weight fnlwgt is
@@ -172,7 +173,7 @@ class Adult(FileSource):
 
 
 def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    """Yield each existing file with its cells [N, columns] as numbers, or as indices of levels.
+    """Yield each existing file and its cells [N, columns], as numbers or as indices of levels.
 
     Missing cells are NaN.
     """
@@ -202,7 +203,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
 
 
 def _plain(cell: str) -> str:
-    """Return a level in the notation of the schema.
+    """Return a level in the notation that the schema uses.
 
     For example, 7.0 becomes 7, and the period at the end of labels in adult.test is removed.
     """

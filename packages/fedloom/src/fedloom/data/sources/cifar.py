@@ -24,7 +24,7 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 
 
 class CifarVersion(NamedTuple):
-    """CIFAR-10 or CIFAR-100: its name, its files, and the number of label bytes before the pixels.
+    """CIFAR-10 or CIFAR-100: its name, its files, and the number of label bytes that precede the pixels.
 
     The last of these bytes is the label.
     """
@@ -49,7 +49,7 @@ class Cifar10(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all images. The test batch is the official test set."""
+        """Load all images. The test batch forms the official test set."""
         place = _locate(CIFAR10_VERSION, self.path, data_dir)
         return _read(CIFAR10_VERSION, place, CIFAR10_CLASSES, self.mean, self.std)
 
@@ -63,7 +63,7 @@ class Cifar100(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all images with their fine labels. The test file is the official test set."""
+        """Load all images with their fine labels. The test file forms the official test set."""
         place = _locate(CIFAR100_VERSION, self.path, data_dir)
         names = tuple(str(i) for i in range(100))
         for entry in entries(place, lambda name: name.endswith("fine_label_names.txt")):

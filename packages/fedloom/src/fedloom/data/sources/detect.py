@@ -59,7 +59,7 @@ def _starts_with(path: Path, magic: bytes) -> bool:
 
 
 def detect(path: Path) -> type[FileSource]:
-    """Return the source class that can read a path.
+    """Return the class of the source that can read a path.
 
     Raises:
         DataError: the path does not exist, contains nothing that can be read, or is the root of the file system.

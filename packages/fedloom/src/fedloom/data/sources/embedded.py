@@ -1,4 +1,4 @@
-"""Data sets that come with scikit-learn and need neither files nor a network connection."""
+"""Data sets that are included in scikit-learn and need neither files nor a network connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Digits(Source):
     """Handwritten digits: 1,797 gray images of 8x8 pixels with 17 levels (the test part of UCI optdigits)."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all images as bytes from 0 to 16, which models receive as 0 to 1. There is no official test set."""
+        """Load all images as bytes from 0 to 16, which are scaled to the range 0 to 1 for models.
+
+        There is no official test set.
+        """
         table = _digits()
         x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
@@ -32,7 +35,7 @@ class Digits(Source):
 
 @cache
 def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return rows of 64 pixels and the digit, read from a file of scikit-learn.
+    """Return the 64 pixels of each row and the digit, read from a scikit-learn file.
 
     Importing scikit-learn instead would take as long as importing torch.
     """
@@ -48,7 +51,7 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
 
 
 class Embedded(Source):
-    """Small table that comes with scikit-learn. It is scaled with each client's training part."""
+    """Small table that is included in scikit-learn. It is scaled with each client's training part."""
 
     set: Name = Field(default="breast_cancer", description="name of a data set that is included in scikit-learn")
 

@@ -1,4 +1,4 @@
-"""Download of the original files of named data sets, at the request of a user."""
+"""Download of the original files of named data sets, started only when a user requests it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedloom.rundir import place_of
 from fedloom.values import check_type
 
 DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
-"""Environment variable with the path of the data folder."""
+"""Environment variable that contains the path of the data folder."""
 
 
 class Remote(NamedTuple):
@@ -24,7 +24,7 @@ class Remote(NamedTuple):
     Attributes:
         folder: subfolder of the data folder for this data set.
         mirrors: addresses of folders that contain all files, in the order in which they are tried.
-        files: digests of the files, keyed by name, as ``sha256:...`` or ``md5:...``.
+        files: expected digests of the files, keyed by file name, as ``sha256:...`` or ``md5:...``.
     """
 
     folder: str
@@ -96,9 +96,9 @@ REMOTE_SETS: dict[str, Remote] = {
         {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
     ),
 }
-"""Data sets that can be downloaded from a public address. The digests are those of the original files. For CIFAR,
-Tiny-ImageNet and MedNIST, they are the published ones. The addresses were written without network access and have not
-been tested. A downloaded file with a different digest is not kept.
+"""Data sets that can be downloaded from public addresses. The digests were computed from the original files. For CIFAR,
+Tiny-ImageNet and MedNIST, they are the digests published with the data. The addresses were entered without network
+access and have not been tested. A downloaded file whose digest differs from the expected digest is not kept.
 """
 
 LEAF_HINT = (
@@ -112,24 +112,24 @@ UNFETCHED_SETS = {
     "shakespeare": LEAF_HINT,
     "sklearn": "needs no files, because it comes with scikit-learn",
 }
-"""Reasons why other named data sets cannot be downloaded, with advice."""
+"""Reasons why other named data sets cannot be downloaded, together with advice."""
 
 
 def fetch(
     name: str, data_dir: str | Path | None = None, *, mirrors: tuple[str, ...] = (), timeout: float = 60.0
 ) -> Path:
-    """Download the original files of a named data set, and return their folder.
+    """Download the original files of a named data set, and return the folder that contains them.
 
-    Files that exist already and have the correct digest are kept.
+    Files that already exist and have the correct digest are kept.
 
     Args:
         name: key of `REMOTE_SETS`.
-        data_dir: data folder. None for the environment variable FEDLOOM_DATA.
-        mirrors: additional addresses of folders with the files, which are tried first.
+        data_dir: data folder. None stands for the environment variable FEDLOOM_DATA.
+        mirrors: additional addresses of folders that contain the files. These addresses are tried first.
         timeout: number of seconds without a response after which the next address is tried.
 
     Returns:
-        Folder with the files, in which `fedloom.load` finds them.
+        Folder that contains the files, in which `fedloom.load` finds them.
 
     Raises:
         ConfigError: the data set is unknown or has no files to download, no folder is given, an existing file has a

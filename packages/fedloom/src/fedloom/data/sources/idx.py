@@ -36,13 +36,13 @@ class Mnist(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all 70,000 images. The last 10,000 are the official test set."""
+        """Load all 70,000 images of the data set. The last 10,000 images are the official test set."""
         place = locate("MNIST", self.path, data_dir, ("mnist", "MNIST/raw", "MNIST"), holds_idx)
         return read_idx("mnist", place, tuple(str(digit) for digit in range(10)), self.mean, self.std)
 
 
 class FashionMnist(FileSource):
-    """Fashion-MNIST: 60,000 + 10,000 gray images of clothes with 28x28 pixels."""
+    """Fashion-MNIST: 60,000 + 10,000 gray images of clothing with 28x28 pixels."""
 
     mean: tuple[float, ...] | None = Field(
         default=(0.1307,), description="number subtracted from pixels in [0, 1] (FLAME)"
@@ -52,7 +52,7 @@ class FashionMnist(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all 70,000 images. The last 10,000 are the official test set."""
+        """Load all 70,000 images of the data set. The last 10,000 images are the official test set."""
         folders = ("fashion-mnist", "FashionMNIST/raw", "FashionMNIST")
         place = locate("Fashion-MNIST", self.path, data_dir, folders, holds_idx)
         return read_idx("fashion-mnist", place, FASHION_CLASSES, self.mean, self.std)
@@ -75,7 +75,7 @@ FASHION_CLASSES = (
 def holds_idx(place: Path) -> bool:
     """Return True if a folder contains any of the four files.
 
-    A path that is not a folder is accepted without a check.
+    A path that is not a folder is accepted without being checked.
     """
     return not place.is_dir() or any(place.glob("*-idx[13]-ubyte*"))
 
@@ -85,7 +85,7 @@ def read_idx(
 ) -> Dataset:
     """Load the four IDX files from a folder or archive as one data set.
 
-    The headers are read first, so that the array is allocated once and the files are read directly into it.
+    The headers are read first, so that the array can be allocated once and the files can be read directly into it.
 
     Raises:
         DataError: a file is missing, truncated or too long, or has the wrong magic number or size.
@@ -132,7 +132,7 @@ def _file(entry: Entry) -> str:
 
 
 def _header(entry: Entry) -> tuple[int, ...]:
-    """Return the sizes (count, height, width) or (count,) after checking that the packed file can contain the bytes."""
+    """Check that the packed file can contain the bytes, and return the sizes (count, height, width) or (count,)."""
     magic = IDX_FILES[_file(entry)]
     header = np.empty(4 if magic == IMAGES_MAGIC else 2, ">u4")
     fill(entry, header, "the header")

@@ -1,4 +1,4 @@
-"""Images in folders: Medical MNIST, Tiny-ImageNet, and any folder or archive with a folder of images for each class."""
+"""Images in folders: Medical MNIST, Tiny-ImageNet, and any folder or archive that has a folder for each class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 SIDE_LIMIT = 8192
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""Modes with more than 8 bits per pixel. Pillow clips their numbers to 255 when it converts them."""
+"""Image modes with more than 8 bits per pixel. Pillow clips the pixel values of such images to 255 when it converts
+them."""
 
 
 def is_image(name: str) -> bool:
@@ -32,9 +33,9 @@ def is_image(name: str) -> bool:
 
 
 class _Pictures:
-    """Collector of images of the same size in one array.
+    """Collector that stacks images of the same size in one array.
 
-    The first image determines the size and the channels, unless they are given.
+    Unless the size and the channels are given, they are taken from the first image.
     """
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
@@ -102,7 +103,7 @@ def _read(
     std: tuple[float, ...] | None,
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
-    """Load all images, whose paths determine their classes. Classes are numbered in the order of their names."""
+    """Load all images. Their paths determine their classes. Classes are numbered in the order of their names."""
     labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
@@ -156,7 +157,7 @@ class ImageFolder(SampleSource):
     std: tuple[float, ...] | None = Field(default=None, description="divisor for pixels, applied after the subtraction")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load all images. Those below a folder `test` or `val` are the official test set."""
+        """Load all images. The images in a folder `test` or `val` are the official test set."""
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
@@ -183,7 +184,7 @@ def _below_test(path: PurePosixPath) -> bool:
 class MedicalMnist(FileSource):
     """Medical MNIST (MedNIST): 58,954 gray images of 64x64 pixels in six classes.
 
-    A subset of the images is accepted, too.
+    A subset of the images is also accepted.
     """
 
     rgb: bool = Field(
@@ -215,7 +216,7 @@ def _has_train(place: Path) -> bool:
 
 
 class TinyImagenet(FileSource):
-    """Tiny-ImageNet: 200 classes with 500 training and 50 validation images each, 64x64 color (CS231n, Stanford)."""
+    """Tiny-ImageNet: 200 classes of 64x64 color images, 500 for training, 50 for validation each (CS231n, Stanford)."""
 
     mean: tuple[float, ...] | None = Field(default=(0.5,), description="number subtracted from pixels in [0, 1]")
     std: tuple[float, ...] | None = Field(

@@ -28,7 +28,7 @@ UPPERCASE_CLASSES, LOWERCASE_CLASSES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tupl
 
 
 class Collector:
-    """Samples of all users in all files, with features in one growing array and one user code per sample."""
+    """Samples of all users in all files: features in one growing array, and one user code per sample."""
 
     wanted = "numbers. Every sample needs one number"
 
@@ -45,7 +45,7 @@ class Collector:
     def file(self, entry: Entry, in_test: bool) -> None:
         """Add the samples in a file.
 
-        Besides the arrays, only the text of the file and the lists of one user are held in memory.
+        Besides the arrays, memory holds only the text of the file and the lists of one user.
         """
         where = entry.where
 
@@ -87,7 +87,7 @@ class Collector:
             raise DataError(f"{where}: num_samples contradicts user_data. Fetch the file again")
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
-        """Return samples ``[n, width]`` in the type in which they are stored, or a description of what is wrong."""
+        """Return samples ``[n, width]`` in the type in which they are stored, or a description of the problem."""
         features = _numbers(rows)
         if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
@@ -168,7 +168,7 @@ class Collector:
 
 
 def _numbers(values: object) -> Floats | None:
-    """Convert a regularly nested list of numbers to an array, or return None for anything else."""
+    """Convert a rectangular nested list of numbers to an array, or return None for anything else."""
     try:
         array = np.array(values)
     except ValueError:
@@ -177,10 +177,10 @@ def _numbers(values: object) -> Floats | None:
 
 
 class Leaf(FileSource):
-    """Any LEAF data in JSON files whose features are numbers. The users are the natural clients.
+    """Any data set in LEAF's JSON format whose features are numbers. The users are the natural clients.
 
-    Files in a folder `test`, or with the word `test` in their name, form the official test set if there are other
-    files, too.
+    Files in a folder `test`, or with the word `test` in their name, form the official test set if there are also other
+    files.
     """
 
     inside: str = Field(default="", description="path prefix of the files to read, relative to the folder or archive")
@@ -194,7 +194,7 @@ class Leaf(FileSource):
     classes: int | None = Field(default=None, ge=2, description="number of classes (None: the largest label + 1)")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load the samples of all users in all files."""
+        """Load the samples of all users from all files."""
         place = locate("LEAF", self.path, data_dir, (), lambda p: True)
         return _load(place, self, None)
 
@@ -214,7 +214,7 @@ class Femnist(FileSource):
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """Load the samples of all writers. LEAF's test files are the official test set."""
+        """Load the samples of all writers of the data set. LEAF's test files form the official test set."""
         place = locate("FEMNIST", self.path, data_dir, ("femnist",), holds_json)
         options = Leaf(shape=(1, 28, 28), pixels=True, classes=62)
         first, classes = {
@@ -226,7 +226,7 @@ class Femnist(FileSource):
 
 
 def holds_json(place: Path) -> bool:
-    """Return True if the path is a file, or a folder with JSON files or archives."""
+    """Return True if the path is a file, or a folder that contains JSON files or archives."""
     if not place.is_dir():
         return True
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
@@ -291,10 +291,10 @@ class Collected(NamedTuple):
 
 
 def collect(place: Path, inside: str, collector: Collector) -> Collected:
-    """Collect the samples from all files in a folder or archive whose path starts with ``inside``.
+    """Collect the samples from all files whose path within a folder or archive starts with ``inside``.
 
     Raises:
-        DataError: the files are not LEAF files, or the collector rejects their contents.
+        DataError: the files are not LEAF files, or the collector rejects the data in them.
     """
     for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
         path = PurePosixPath(entry.name)

@@ -30,9 +30,10 @@ COLUMN_OPTIONS = (
     "client_column", "subject", "order", "strata", "test_column", "categorical", "drop", "include", "columns",
     "group_columns", "event",
 )  # fmt: skip
-"""Options of a table whose values are column names."""
+"""Options of a table whose values are names of columns."""
 MAX_TOKENS = 2**24
-"""Maximum number of tokens. The type of samples, float32, represents every integer up to it exactly."""
+"""Maximum number of tokens. Every integer up to this number can be represented exactly by the type of samples,
+float32."""
 
 
 def as_dataset(
@@ -54,12 +55,12 @@ def as_dataset(
             a Hugging Face `Dataset` or `DatasetDict`, a pandas `DataFrame` (alone or with its targets), a pyarrow
             table, or another table that Arrow can read (such as a polars table). If the transforms of a torch `Dataset`
             change samples at random, the samples are read again for each training step.
-        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if `obj` contains only features. It may
+        target: targets ``[N]``, ``[N, k]`` or masks ``[N, height, width]``, if `obj` contains only features. It can
             also be the name of the target column. None for a column ``label``, ``labels``, ``fine_label``, ``target``
-            or ``y``, or for the last column of a table without such a column.
-        task: meaning of the targets. None for classification if the targets are integers, text or booleans.
-        test: official test set, which must have the same type as `obj`. It is not allowed for tables, which mark test
-            rows in a column (``test_column`` or ``test_since``).
+            or ``y``. If a table has no such column, None stands for its last column.
+        task: meaning of the targets. None: classification if the targets are integers, text or booleans.
+        test: official test set, which must have the same type as `obj`. It is not allowed for tables, because a table
+            marks test rows in a column (``test_column`` or ``test_since``).
         name: name of the data set in reports and messages.
         options: options for arrays and samples, which are ``classes`` (names), ``mean``, ``std``, ``clients`` (client
             of each sample, or the column with the clients), ``subject`` (person of each sample, such as a patient),
@@ -72,7 +73,7 @@ def as_dataset(
 
     Raises:
         ConfigError: the type of the object is unknown, or an option or a column does not exist.
-        DataError: shapes, types, lengths or values are invalid. A single message lists all problems.
+        DataError: shapes, types, lengths or values are invalid. All problems are listed in a single message.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -192,10 +193,10 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
 
 
 def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
-    """Raise an error if an option for arrays has the wrong type. Names of classes and tokens are converted to text.
+    """Raise an error if an option for arrays is of the wrong type. Names of classes and tokens are converted to text.
 
     Raises:
-        ConfigError: an option has the wrong type. The message states the correct one.
+        ConfigError: an option has the wrong type. The message states the correct type.
     """
     for key in ("classes", "vocabulary"):
         value = options.get(key)
@@ -216,7 +217,10 @@ def _check_kinds(name: str, task: object, options: dict[str, Any]) -> None:
 
 
 def _name_columns(value: Any) -> Any:
-    """Return column names as text. In pandas, columns without names are numbered, so 0 may be a name."""
+    """Return column names as text.
+
+    In pandas, columns without names are numbered, so that 0 may be the name of a column.
+    """
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return str(value)
     return [*map(_name_columns, value)] if isinstance(value, list | tuple) else value
@@ -254,7 +258,7 @@ class HubData(Source):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the training and test splits.
 
-        Without a connection, only data in the cache of the `datasets` library can be loaded.
+        Without an Internet connection, only data in the cache of the `datasets` library can be loaded.
         """
         try:
             import datasets

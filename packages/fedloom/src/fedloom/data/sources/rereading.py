@@ -1,4 +1,4 @@
-"""Detection of samples that change at random, by reading some of a user's samples twice.
+"""Detection of samples that change at random: some of a user's samples are read twice.
 
 If the samples of a torch data set change at random, they are read again for each training step (see `Rereading`), since
 a stored sample would contain a single random version.
@@ -27,13 +27,13 @@ T = TypeVar("T")
 REREAD_SAMPLES = 64
 """Number of samples, spread over the data set, that are read twice to detect random transforms.
 
-A change with probability 0.1 makes two readings differ with probability 0.18, so it is missed in 64 pairs with
-probability 0.82^64 < 1e-5.
+A change that occurs with probability 0.1 makes two readings differ with probability 0.18, so it is missed in 64 pairs
+with probability 0.82^64 < 1e-5.
 """
 REREAD_OF_RANDOM = 256
-"""Minimum number of samples to read twice if the data set draws from a global random generator.
+"""Minimum number of samples that are read twice if the data set draws from a global random generator.
 
-If one sample in a hundred changes, this is missed with probability 0.98^256 < 1 %.
+If one sample in a hundred changes, the change is missed with probability 0.98^256 < 1 %.
 """
 REREAD_NOTE = (
     "samples change at random when they are read: every training step reads them again, while validation, test and "
@@ -50,7 +50,7 @@ samples."""
 
 
 class ChangedSamples(DataError):
-    """Error for a sample that differed when it was read again."""
+    """Error for a sample that was different when it was read again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +62,15 @@ class Rereading:
     the number of workers.
 
     Attributes:
-        sets: length and reader of each joined data set, in order. The reader is None if the samples of a data set never
-            change.
+        sets: length and reader of each of the joined data sets, in order. The reader is None if the samples of a data
+            set never change.
     """
 
     sets: tuple[tuple[int, Reader | None], ...]
 
     @classmethod
     def attach(cls, data: Dataset, sets: Iterable[tuple[int, Reader | None]]) -> Dataset:
-        """Add the rereading of several joined data sets to a data set, and a note if samples change at random."""
+        """Let several joined data sets be read again as one data set, and add a note if samples change at random."""
         joined = tuple(sets)
         if all(reader is None for _, reader in joined):
             return data
@@ -92,16 +92,16 @@ class Rereading:
 
 
 def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T], Any], count: int, name: str) -> T:
-    """Read samples with a fixed seed, after checking that the seed determines all random changes.
+    """Read samples with a fixed seed, after checking that the seed determines all random transformations.
 
     Args:
         read: function that reads the samples at given positions, or all samples if the argument is None.
-        key: function that returns values of the samples to compare.
+        key: function that returns the values by which samples are compared.
         count: number of samples.
         name: name of the data set in messages.
 
     Raises:
-        DataError: samples differ although the global random generators were in the same state.
+        DataError: samples differ even though the global random generators were in the same state.
     """
     places = np.unique(np.linspace(0, count - 1, min(count, REREAD_SAMPLES)).round().astype(int)).tolist()
 
@@ -132,23 +132,24 @@ def steady(
     cure: str = AUGMENT_HINT,
     frozen: str = "",
 ) -> Iterator[T]:
-    """Yield samples. After the last one, some samples are read again, and an error is raised if they differ.
+    """Yield samples. After the last sample, some samples are read again, and an error is raised if they are different.
 
     This is necessary because each sample is read once and stored, so a random change would be drawn only once. The
     global random generators are restored after the second reading. If samples come as a stream, whose order may change,
-    a sample only has to equal any sample of the first reading. A stream that can be read only once is not checked.
+    it is sufficient that a sample equals any sample of the first reading. If a stream can be read only once, it is not
+    checked.
 
     Args:
         first: samples of the first reading.
         again: function that reads the samples at given positions again. None if the samples are a stream.
-        stream: function that restarts a stream.
+        stream: function that restarts the stream.
         name: name of the data set in messages.
-        cure: advice in messages on random changes of images.
-        frozen: code in messages that stores one random version of each sample of a data set d. If empty, it is the
-            usual code for a torch data set or a stream.
+        cure: advice to include in messages about random changes of images.
+        frozen: code for use in messages. It stores one random version of each sample of a data set `d`. If empty, this
+            is the usual code for a torch data set or a stream.
 
     Raises:
-        ChangedSamples: a sample differed when it was read again.
+        ChangedSamples: a sample was different when it was read again.
     """
     before, prints, shape = rng_states(), list[int](), ()
     for sample in first:
@@ -180,7 +181,7 @@ def steady(
 
 
 def varies(make: Callable[[], Any], times: int) -> bool:
-    """Return True if user code returns different samples when it is called several times.
+    """Return True if user code returns different samples each time it is called.
 
     The global random generators are restored afterwards.
     """
@@ -189,7 +190,7 @@ def varies(make: Callable[[], Any], times: int) -> bool:
 
 
 def _restarted(stream: Callable[[], Iterable[T]], count: int) -> list[T]:
-    """Return the first samples of a stream after restarting it, or [] if it cannot be restarted."""
+    """Restart a stream and return its first samples, or [] if the stream cannot be restarted."""
     try:
         return list(islice(stream(), count))
     except Exception:  # a user's stream that can be read once fails in any way
@@ -204,9 +205,9 @@ def _image_of(sample: Any) -> Any:
 
 
 def _fingerprint(sample: Any) -> int:
-    """Return a hash that is the same for equal samples, where NaN equals NaN.
+    """Return a hash that is equal for equal samples. NaN is treated as equal to NaN.
 
-    For objects of other types, only the type is hashed.
+    For objects of all other types, only the type is hashed.
     """
     if isinstance(sample, Mapping):
         return hash(tuple((str(key), _fingerprint(value)) for key, value in sample.items()))

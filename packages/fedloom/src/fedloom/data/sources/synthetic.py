@@ -1,7 +1,7 @@
 """Synthetic data set synthetic(alpha, beta) from the FedProx paper.
 
 Li et al. 2020, Federated optimization in heterogeneous networks, arXiv 1812.06127, section 5.1 and appendix C.1,
-following the authors' generator. FIAELT uses (0, 0), (0.5, 0.5) and (1, 1).
+following the authors' generator. The FIAELT paper uses (0, 0), (0.5, 0.5) and (1, 1).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fedloom.seeds import numpy_generator
 
 
 class Synthetic(Source):
-    """Users who each have their own linear model and their own feature means. The users are the natural clients.
+    """Users who each have a separate linear model and separate feature means. The users are the natural clients.
 
     User k has n_k = int(lognormal(4, 2)) + 50 samples x ~ N(mean_k, diag(j^-1.2)) with labels y = argmax(W_k x + b_k).
-    The entries of mean_k are drawn from N(B_k, 1), and those of W_k and b_k from N(u_k, 1), where u_k ~ N(0, alpha) and
-    B_k ~ N(0, beta). Users also differ for (alpha, beta) = (0, 0). In the iid variant, all users share one W, b ~ N(0,
-    1) and the mean 0. The last tenth of each user's samples is its official test part. pFedMe's variant uses users =
-    100, factor = 5, test = 0.25.
+    The entries of mean_k are drawn from N(B_k, 1), and the entries of W_k and b_k from N(u_k, 1), where u_k ~ N(0,
+    alpha) and B_k ~ N(0, beta). Users also differ if (alpha, beta) = (0, 0). In the iid variant, all users share one W,
+    b ~ N(0, 1) and the mean 0. The last tenth of each user's samples is its official test part. pFedMe's variant uses
+    users = 100, factor = 5, test = 0.25.
     """
 
     alpha: float = Field(default=0.0, ge=0, description="how much the clients' models differ (FedProx: 0, 0.5, 1)")

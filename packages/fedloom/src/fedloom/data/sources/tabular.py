@@ -1,4 +1,4 @@
-"""Tables of users: CSV and Parquet files, with roles for named columns."""
+"""User-supplied tables: CSV and Parquet files, with roles for named columns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedloom.data.sources.table.reading import Raw, TableSource
 from fedloom.errors import DataError
 
 CELL_BYTES = np.dtype(np.float64).itemsize
-"""Number of bytes that a cell uses in memory, which may be more than in a file."""
+"""Number of bytes that a cell uses in memory, which may be larger than in a file."""
 
 
 class Csv(TableSource):
@@ -54,7 +54,7 @@ class Csv(TableSource):
     @field_validator("encoding")
     @classmethod
     def _check_encoding(cls, encoding: str | None) -> str | None:
-        """Raise an error if Python does not know the encoding as a text encoding."""
+        """Raise an error if Python does not recognize the encoding as a text encoding."""
         try:
             "".encode(encoding or "utf-8")
         except LookupError:
@@ -65,12 +65,15 @@ class Csv(TableSource):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All texts that mark missing cells. If numbers have decimal commas, a marker may be written with a comma."""
+        """All texts that mark missing cells.
+
+        If numbers have decimal commas, a missing-value code may also be written with a comma.
+        """
         markers = super().markers
         return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
 
     def signs(self, data_dir: str | Path | None = None) -> Signs:
-        """Return the separator and decimal sign, which are detected in the file unless options set them.
+        """Return the separator and the decimal sign. They are detected in the file unless they are set by options.
 
         Raises:
             DataError: the file does not exist, or is not UTF-8 text.
@@ -86,7 +89,7 @@ class Csv(TableSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load all rows with the signs of the file.
 
-        The signs are needed first, because a marker of missing cells may contain the decimal sign.
+        The signs must be known first, because a marker of missing cells may contain the decimal sign.
         """
         return super(Csv, self.with_(**self.signs(data_dir)._asdict())).load(data_dir)
 
@@ -116,7 +119,7 @@ class Parquet(TableSource):
 
     @property
     def unread(self) -> set[str]:
-        """Columns that are dropped and have no other role, so that they need not be read."""
+        """Columns that are dropped and have no other role, so that they do not need to be read."""
         return (
             {*self.drop}
             - {*self.days_since, *self.days_since.values()}
@@ -126,11 +129,11 @@ class Parquet(TableSource):
 
     @contextmanager
     def open_file(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open the file, and read its columns one after the other.
+        """Open the file and read its columns one after another.
 
-        Reading a page of every column at the same time could use as much memory as the features.
+        Reading one page of every column at the same time could use as much memory as the features.
 
-        Before, the number and size of the columns in the footer are checked against the size of the file.
+        Before that, the number and size of the columns in the footer are checked against the size of the file.
         """
         from pyarrow import ArrowException, parquet, types  # slow to import
 
@@ -160,9 +163,9 @@ def _is_text(kind: object) -> bool:
 
 
 def _columns(file: Any, names: list[str], drop: Collection[str], place: Path) -> Iterator[Piece]:
-    """Yield the columns of a file in pieces.
+    """Yield the columns of a file, piece by piece.
 
-    Equal texts are stored only once in memory, but each occurrence is counted.
+    Equal texts are stored only once in memory, but every occurrence is counted.
 
     Raises:
         DataError: the total length of the texts is implausible for the size of the file.

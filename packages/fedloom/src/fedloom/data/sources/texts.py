@@ -29,11 +29,14 @@ from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
 TEXT_FIELD_INDEX = 4
-"""Index of the text in a Sentiment140 tweet, which consists of id, date, query, user and text."""
+"""Index of the text in a Sentiment140 tweet, whose columns are id, date, query, user and text."""
 
 
 class Texts(FileSource):
-    """Texts in a CSV or Parquet table, each with a class. A column may contain the client of each text."""
+    """Texts in a CSV or Parquet table, each with a class.
+
+    A column may contain the client to which each text belongs.
+    """
 
     text: str = Field(description="name of the text column")
     target: str | None = Field(default=None, description="name of the class column (default: the last column)")
@@ -71,7 +74,7 @@ class Texts(FileSource):
             )
 
     def rows(self, data_dir: str | Path | None = None) -> tuple[list[str], list[str] | None]:
-        """Return all texts, with or without labels, and their clients, or None if there is no column with the clients.
+        """Return all texts, with or without labels, and their clients, or None if no column identifies the clients.
 
         Raises:
             DataError: the table cannot be read (see `load`).
@@ -117,7 +120,7 @@ class Texts(FileSource):
 
 
 class _Lines(Collector):
-    """Lines of a speaker, each with the character that follows it."""
+    """Lines spoken by one speaker, each with the character that follows it."""
 
     wanted = "characters. Every sample needs the one character that follows its text"
 
@@ -158,7 +161,7 @@ class _Tweets(Collector):
 
 
 class Shakespeare(FileSource):
-    """Shakespeare's plays by speaker (LEAF), where the task is to predict the next character of a text.
+    """Shakespeare's plays by speaker (LEAF). The task is to predict the next character of a text.
 
     The speakers are the natural clients.
     """
@@ -172,7 +175,7 @@ class Shakespeare(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Load the samples of all speakers.
 
-        The classes are the characters that occur in the texts, and every character is a token.
+        The classes are the characters that occur in the texts, and each character is a token.
         """
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect(place, "", _Lines(Leaf(), None))
@@ -187,7 +190,7 @@ class Shakespeare(FileSource):
 
 
 class Sent140(FileSource):
-    """Sentiment140 by user (LEAF), where the task is to predict whether the sentiment of a tweet is positive.
+    """Sentiment140 by user (LEAF). The task is to predict whether the sentiment of a tweet is positive.
 
     The users are the natural clients.
     """
@@ -215,12 +218,13 @@ MIN_CHARACTER_COUNT = 20
 
 
 class Docstrings(Source):
-    """Docstrings of Python's standard library, where the task is to predict the next character.
+    """Docstrings of Python's standard library. The task is to predict the next character.
 
     The modules are the natural clients.
 
-    The texts depend on the installed version of Python, so another version yields other data. Each sample is a window
-    of ``length`` characters. The last window of a module is shorter. Each position is labeled with the next character.
+    The texts depend on the installed version of Python, so a different version yields different data. Each sample is a
+    window of ``length`` characters. The last window of a module may be shorter. The label of each position is the next
+    character.
     """
 
     length: int = Field(default=64, ge=2, description="number of characters per sample")
@@ -292,7 +296,7 @@ def _docstrings(file: Path) -> str:
 
 
 def _documented(node: Documented) -> Iterator[Documented]:
-    """Yield a module, class or function, and all of these that it contains."""
+    """Yield a module, class or function, and every class and function nested in it."""
     yield node
     for inner in node.body:
         if isinstance(inner, Documented):

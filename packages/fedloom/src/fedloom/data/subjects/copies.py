@@ -1,4 +1,4 @@
-"""Near-duplicates, which augmentation can create: rows or images that are much closer to each other than others are."""
+"""Near-duplicates, for example from augmentation: rows or images that are much closer to each other than usual."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.design import Design, Ints
 
 NEIGHBOR_COUNT = 10
-"""Number of nearest neighbors of a row that are compared to tell a near-duplicate from a dense region."""
+"""Number of nearest neighbors of a row that are compared to distinguish a near-duplicate from a dense region."""
 OUTER_LOG_MEAN = float(
     np.mean(
         [sum(1 / i for i in range(j, NEIGHBOR_COUNT)) for j in range(2 + (NEIGHBOR_COUNT - 2) // 2, NEIGHBOR_COUNT)]
     )
 )
-"""Expected log of the ratio between the distance of the last neighbor and a distance in the outer half of the others,
-times the dimension of the points."""
+"""Expected log of the ratio of the last neighbor's distance to an outer neighbor's distance, times the dimension."""
 CLOSENESS_LEVEL = 1e-3
-"""Probability that a row's nearest neighbor would be as close by chance, if all rows came from the same distribution. A
-note is added if such rows are 50 times as frequent."""
+"""Probability that a row's nearest neighbor would be as close by chance if all rows came from the same distribution. A
+note is added if such rows occur 50 times as often as expected."""
 CLOSE_SHARE = 0.05
 MOST_NEAR_ROWS = 20_000
-"""Maximum number of rows that are searched for near-duplicates. Searching more rows in a tree would take seconds."""
+"""Maximum number of rows that are searched for near-duplicates. Searching a larger number of rows in a tree would take
+seconds."""
 MOST_NEAR_IMAGES = 10_000
 """Maximum number of images that are searched for near-duplicates. Computing the distances between more images would
 take seconds."""
 MOST_TREE_AXES = 8
-"""Maximum number of dimensions for which a tree finds neighbors faster than a comparison of all rows."""
+"""Maximum number of dimensions up to which a tree finds neighbors faster than a comparison of all rows does."""
 MOST_COMPARED_BYTES = 1 << 29
-"""Maximum number of bytes of samples that are compared. Comparing more would take seconds, and the samples may be on
-disk."""
+"""Maximum number of bytes of samples that are compared. Comparing more bytes would take seconds, and the samples may be
+on disk."""
 THUMB_PIXELS = 32
-"""Height and width in pixels to which larger images are averaged before they are compared."""
+"""Maximum height and width in pixels at which images are compared. Larger images are averaged down to this size."""
 LEAST_PIXELS = 8
-"""Minimum height and width in pixels at which images can be distinguished."""
+"""Minimum height and width, in pixels, at which images can be distinguished."""
 FREQUENCY_COUNT = 5
 SEEN_AXES = 12
 """Number of principal components of spectra and thumbnails in which images are compared."""
 
 
 def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties: bool = False) -> int:
-    """Return the number of rows with a neighbor much closer than others, or 0 if this could be due to chance.
+    """Return the number of rows with a neighbor that is much closer than others, or 0 if this could be due to chance.
 
     Args:
-        points: points ``[N, p]`` whose distances are meaningful.
+        points: points ``[N, p]`` for which distances are meaningful.
         units: subject of each row ``[N]``. Near-duplicates within a subject are not counted. None if all rows are
             independent.
-        ties: True if identical points are considered copies. False to ignore points that are identical to several
-            others, because their coordinates are coarse.
+        ties: True if identical points are considered copies. False to ignore points that are identical to several other
+            points, because their coordinates are coarse.
     """
     if not 5 * NEIGHBOR_COUNT <= len(points) <= MOST_NEAR_ROWS:
         return 0
@@ -74,7 +74,7 @@ def near_copies(points: NDArray[np.float64], units: Ints | None = None, *, ties:
 
 
 def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]:
-    """Return the distances ``[N, k]`` of each point to its nearest points (including itself), and their indices."""
+    """Return the distances ``[N, k]`` from each point to its nearest points (including itself), and their indices."""
     if points.shape[1] <= MOST_TREE_AXES:
         from scipy.spatial import cKDTree  # slow to import
 
@@ -91,15 +91,15 @@ def _neighbours(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], Ints]
 
 
 def image_copies(images: torch.Tensor, design: Design | None) -> int:
-    """Return the number of images that seem to be modified copies of others, or 0 if this could be due to chance.
+    """Return the number of images that seem to be modified copies of other images, or 0 if this could be due to chance.
 
-    Mirroring, quarter turns, shifts and contrast are recognized because they do not change the spectrum. Noise is
-    recognized because it does not change the thumbnail. Other rotations and crops of a small part are not recognized,
-    because they change both.
+    Mirroring, quarter turns, shifts and changes of contrast are recognized because they do not change the spectrum.
+    Noise is recognized because it does not change the thumbnail. Other rotations, and crops that keep only a small part
+    of an image, are not recognized, because they change both.
 
     Args:
         images: images ``[N, C, H, W]``.
-        design: design of the data set, or None. Copies within a subject are not counted.
+        design: design of the data set, or None. Copies within the same subject are not counted.
     """
     if len(images) > MOST_NEAR_IMAGES or images.nbytes > MOST_COMPARED_BYTES or min(images.shape[2:]) < LEAST_PIXELS:
         return 0
@@ -113,14 +113,14 @@ def image_copies(images: torch.Tensor, design: Design | None) -> int:
 
 
 def _thumbs(grey: torch.Tensor, most: int) -> torch.Tensor:
-    """Average images down to at most this height and width, and return them as ``[N, 1, H, W]``."""
+    """Average images so that they have at most this height and width, and return them as ``[N, 1, H, W]``."""
     return torch.nn.functional.adaptive_avg_pool2d(grey, (min(grey.shape[2], most), min(grey.shape[3], most)))
 
 
 def _spectra(grey: torch.Tensor) -> torch.Tensor:
     """Return low frequencies of the absolute Fourier transform ``[N, p]``, averaged over rotations and mirror images.
 
-    They are divided by their mean, because it depends on the contrast.
+    They are divided by their mean, because the mean depends on the contrast.
     """
     absolute = torch.fft.fft2(grey[:, 0] - grey.mean((1, 2, 3))[:, None, None]).abs()
     k = min(FREQUENCY_COUNT, *(side // 2 for side in absolute.shape[1:]))

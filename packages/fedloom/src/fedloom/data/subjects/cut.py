@@ -12,7 +12,7 @@ from fedloom.data.subjects.design import Design, Ints
 from fedloom.errors import PartitionError
 
 TRAIN_CODE, VALIDATION_CODE, TEST_CODE, UNUSED_CODE = range(4)
-"""Codes of the parts of a split. The last one marks samples that are left out."""
+"""Codes of the parts of a split. The last part marks samples that are omitted."""
 
 
 class Quota(NamedTuple):
@@ -21,8 +21,9 @@ class Quota(NamedTuple):
     Attributes:
         test: fraction of the samples in the test part, which may be 0.
         validation: fraction of the samples in the validation part, which may be 0.
-        keep: maximum number of training samples per client (or of subjects, if they are known). None to keep all.
-        folds: number of cross-validation folds, which are used instead of `test`.
+        keep: maximum number of training samples per client (or of subjects, if they are known). None to keep all of
+            them.
+        folds: number of cross-validation folds, which replace the share `test`.
         fold: index of the fold that is the test part.
     """
 
@@ -34,7 +35,7 @@ class Quota(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Units to divide into parts, one per subject.
+    """Units to be divided into parts, with one unit per subject.
 
     Attributes:
         owner: client of each unit ``[k]``, in ascending order.
@@ -54,12 +55,12 @@ def whole_subjects(design: Design, index: Ints, offsets: Ints, rows: Ints) -> tu
 
     Args:
         design: design of the data set.
-        index: assigned rows ``[k]``, one per subject of a client.
+        index: assigned rows ``[k]``, one for each subject of a client.
         offsets: boundaries between clients ``[n + 1]``.
         rows: rows ``[p]`` that may be assigned.
 
     Returns:
-        The rows and the boundaries, where the rows of a subject are next to each other.
+        The rows, ordered so that the rows of a subject are next to each other, and the boundaries.
     """
     units = design.units
     grouped = rows[np.argsort(units[rows], kind="stable")]
@@ -76,21 +77,22 @@ def parts_by_subject(
 ) -> Ints:
     """Return a code for the part of each row ``[k]``. Each subject is in the same part at all clients.
 
-    The part of a subject with several clients is chosen at the client with the fewest subjects. The test part contains
-    the latest subjects if rows have an order, or the marked subjects if some are marked. Otherwise, it is a random
-    sample that preserves the proportions of the strata. Fractions and numbers in the quota refer to subjects.
+    If a subject belongs to several clients, its part is chosen at the client that has the fewest subjects. The test
+    part contains the latest subjects if rows have an order, or the marked subjects if there are any. Otherwise, it is a
+    random sample that preserves the proportions of the strata. Fractions and numbers in the quota refer to subjects,
+    not samples.
 
     Args:
         design: design of the data set.
         index: rows ``[k]`` of all clients.
-        owner: client of each row ``[k]``, in ascending order.
+        owner: number of the client that owns each row ``[k]``, in ascending order.
         n: number of clients.
-        y: classes of the whole data set. None if there are no classes.
-        quota: sizes of the parts.
+        y: classes of the whole data set. None if the data have no classes.
+        quota: sizes of the training, validation and test parts.
         rng: random generator for the order of subjects.
 
     Raises:
-        PartitionError: a client has no training samples left.
+        PartitionError: no training samples remain for a client.
     """
     units, total = design.units[index], len(design.units)
     client, who = np.divmod(np.unique(owner * total + units), total)
@@ -138,10 +140,10 @@ def _codes(design: Design, cells: Cells, place: Ints, quota: Quota, draw: NDArra
 
 
 def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return the part of each subject, where each client's earliest subjects are in training and the latest in test.
+    """Return the part of each subject. A client's earliest subjects are for training, and its latest for testing.
 
-    With folds, a client's subjects are divided into one more block than there are folds. Fold f uses block f + 1 for
-    test and the blocks before it for training. Later blocks are left out.
+    With folds, a client's subjects are divided into one more block than the number of folds. Fold f uses block f + 1 as
+    the test part and all earlier blocks for training. Later blocks are omitted.
     """
     sizes = np.bincount(cells.owner, minlength=cells.n)
     rank = ranks_within(cells.owner, np.lexsort((draw, times, cells.owner)), sizes)
@@ -163,7 +165,7 @@ def codes_in_order(cells: Cells, times: NDArray[np.float64], quota: Quota, draw:
 
 
 def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> Ints:
-    """Return a random part for each unit, which preserves the proportions of the strata.
+    """Assign each unit to a random part in a way that preserves the proportions of the strata.
 
     One unit of each class stays in the training part.
     """
@@ -207,7 +209,7 @@ def codes_at_random(cells: Cells, quota: Quota, draw: NDArray[np.float64]) -> In
 
 
 def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
-    """Return the rank ``[k]`` of each unit at its client, given their ``order``, which must group units by client."""
+    """Return the rank ``[k]`` of each unit within its client, given their ``order``, grouped by client."""
     starts = np.cumsum(sizes) - sizes
     rank = np.empty_like(owner)
     rank[order] = np.arange(len(owner)) - starts[owner[order]]
@@ -215,20 +217,20 @@ def ranks_within(owner: Ints, order: Ints, sizes: Ints) -> Ints:
 
 
 def wanted(sizes: Ints, fraction: float, from_size: int) -> Ints:
-    """Return ``sizes * fraction``, rounded, but at least 1 for clients with at least `from_size` units."""
+    """Return ``sizes * fraction``, rounded, but at least 1 for clients that have at least `from_size` units."""
     number = np.rint(sizes * fraction).astype(np.int64)
     least = np.asarray(sizes >= from_size if fraction > 0 else sizes < 0, np.int64)
     return np.asarray(np.maximum(number, least))
 
 
 def mixed_subjects(design: Design, parts: Mapping[str, Ints]) -> tuple[str, str, int] | None:
-    """Return two parts that share a subject, and a row of this subject.
+    """Return two parts that contain the same subject, and a row of this subject.
 
-    Return None if every subject is in a single part.
+    Return None if every subject is in only one part.
 
     Args:
         design: design of the data set.
-        parts: rows of each part at all clients.
+        parts: rows of each part, at all clients.
     """
     part_of = np.full(len(design.units), -1)
     names = list(parts)

@@ -17,24 +17,25 @@ from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
 SAMPLE_ROLES = ("subject", "order", "strata")
-"""Values that each sample in memory may have. In a table, rows may also be marked as test rows."""
+"""Values that each sample in memory may have. In a table, rows may also be marked explicitly as test rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Design:
-    """Properties of the rows that splits must respect.
+    """Properties of the rows that splits must take into account.
 
-    A subject is ordered by its last row, which is the latest by `order`, or the last in the data if there is no
-    `order`.
+    A subject's position in the order is given by its last row, which is the latest by `order`, or the last in the data
+    if there is no `order`.
 
     Attributes:
-        subject: code of the subject (such as a patient) of each row ``[N]`` (int64). None if each row is a subject of
-            its own.
-        order: time of each row ``[N]`` (float64), which is a number, or seconds since 1970 for a date. None if it is
+        subject: code of the subject (such as a patient) of each row ``[N]`` (int64). None if each row is treated as a
+            separate subject.
+        order: time of each row ``[N]`` (float64), which is a number, or seconds since 1970 for a date. None if this is
             unknown.
         strata: code of the stratum of each row ``[N]`` (int64). Splits and folds preserve the proportions of the
             strata. None if there are none.
-        held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if partitions choose the test parts.
+        held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if the partition chooses the test
+            parts.
         names: columns from which these values were read, keyed by option, such as ``{"subject": "patient_id"}``.
     """
 
@@ -68,14 +69,14 @@ class Design:
 
     @property
     def subject_name(self) -> str:
-        """Name of the column with the subjects, or "subject" if it has none."""
+        """Name of the column that contains the subjects, or "subject" if this column has no name."""
         return self.names.get("subject", "subject")
 
     @cached_property
     def units(self) -> Ints:
-        """Subject of each row ``[N]`` as a number from 0 to N - 1.
+        """Number ``[N]`` of the subject to which each row belongs, from 0 to N - 1.
 
-        If subjects are unknown, each row is a subject of its own.
+        If subjects are unknown, each row is treated as a separate subject.
         """
         rows = next(len(v) for v in (self.subject, self.order, self.strata, self.held_out) if v is not None)
         if self.subject is None:
@@ -83,7 +84,7 @@ class Design:
         return np.unique(self.subject.numpy(), return_inverse=True)[1].astype(np.int64)
 
     def last_rows(self, rows: Ints) -> Ints:
-        """Return the last row of each subject among the given rows ``[k]``, as indices ``[s]`` ordered by subject."""
+        """Return the last row of each subject among the given rows ``[k]``, as indices ``[s]`` in subject order."""
         times = np.zeros(len(rows)) if self.order is None else self.order.numpy()[rows]
         ordered = rows[np.lexsort((rows, times, self.units[rows]))]
         ends = np.ones(len(ordered), bool)
@@ -102,7 +103,7 @@ class Design:
         return tested
 
     def count(self, rows: Ints) -> int:
-        """Return the number of subjects to which the rows belong."""
+        """Return the number of distinct subjects to which the rows belong."""
         return len(np.unique(self.units[rows]))
 
     def counts(self, groups: Ints, rows: Ints, total: int) -> Ints:
@@ -117,7 +118,7 @@ class Design:
         return np.bincount(pairs // len(self.units), minlength=total)
 
     def notes(self, rows: Ints, owner: Ints) -> list[str]:
-        """Return notes for the report on the number of subjects and on options without effect.
+        """Return notes for the report about the number of subjects and about options that have no effect.
 
         Args:
             rows: indices of the clients' rows ``[k]``.
@@ -155,13 +156,14 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     """Create the design of samples in memory. Return None if no values are given.
 
     Args:
-        values: values for ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), each with
-            one value per sample.
+        values: values of ``subject`` (any identifier), ``order`` (numbers or dates) and ``strata`` (levels), with one
+            value per sample.
         rows: number of samples.
-        place: location that messages name.
+        place: location for use in messages.
 
     Raises:
-        DataError: the number of values is wrong, values are missing, or the order is neither numbers nor dates.
+        DataError: the number of values is wrong, values are missing, or the order consists of neither numbers nor
+            dates.
     """
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:

@@ -1,4 +1,4 @@
-"""Notes on identical rows in two parts of a split, levels that only test rows have, and parts with a single class."""
+"""Notes on identical rows in two parts of a split, levels found only in test rows, and parts with one class."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 MAX_SHOWN_LEVELS = 4
 LEAST_EQUAL_ROWS = 3
-"""Minimum number of identical rows for a note."""
+"""Minimum number of identical rows for which a note is issued."""
 CHANCE_RATIO = 10
-"""Factor by which the number of identical rows must exceed the number expected by chance for a note."""
+"""Minimum ratio of the number of identical rows to the number expected by chance for which a note is issued."""
 FINE_SHARE = 0.2
-"""Number of distinct values per row above which a column is considered to distinguish rows."""
+"""Number of distinct values per row above which a column is considered to identify rows."""
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Digests(NamedTuple):
-    """Digests of samples, which are equal if both samples and targets are equal.
+    """Digests of samples. Two digests are equal if both the samples and their targets are equal.
 
     Attributes:
         values: digest of each sample ``[N]``.
-        chance: probability that two samples are equal by chance. For a table, this is the product over its columns, as
-            if they were independent. For other samples, it is 0.
-        fine: True if a column has so many distinct values that dependence between columns cannot explain identical
-            rows.
+        chance: probability that two samples are equal by chance. For a table, this is the product of the probabilities
+            of its columns, as if the columns were independent. For other samples, it is 0.
+        fine: True if a column has so many distinct values that identical rows cannot be explained by dependence between
+            columns.
     """
 
     values: NDArray[np.uint64]
@@ -70,7 +70,7 @@ def digests_of(data: Dataset) -> Digests:
 
 
 def numbers_rows(column: NDArray[Any]) -> bool:
-    """Return True if a column has consecutive integers in any order, which cannot tell copies of a sample apart."""
+    """Return True if a column has consecutive integers in any order, which do not help to recognize copies."""
     whole = len(column) > 0 and bool((column == np.floor(column)).all()) and len(np.unique(column)) == len(column)
     return whole and float(column.max()) - float(column.min()) == len(column) - 1
 
@@ -81,7 +81,7 @@ def _mixed(digest: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np
 
 
 def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return a note on samples in one part that are identical to samples in another, if there are more than by chance.
+    """Return a note on samples that are identical in two parts, if there are more of them than expected by chance.
 
     Args:
         data: data set as it was read.
@@ -99,7 +99,7 @@ def equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) ->
 
 
 def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return notes on levels of a table's columns that occur in a test part but not in training.
+    """Return notes on levels of a table's columns that occur in a test part but not in any training part.
 
     Args:
         data: data set as it was read, with codes for levels.
@@ -126,10 +126,10 @@ def untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | No
 
 
 def single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return notes on parts that contain only one class over all clients.
+    """Return notes on parts that contain only one class across all clients.
 
     Args:
-        data: data set with classes. For other data, there are no notes.
+        data: data set for classification. For other data, no notes are returned.
         parts: samples in each part at all clients.
         common: samples of a common test set, or None.
     """

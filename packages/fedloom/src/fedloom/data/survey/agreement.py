@@ -29,7 +29,7 @@ AGREEMENT_HEADER = (
 
 
 class AgreedColumn(Value):
-    """Column in the document of an agreement."""
+    """Description of a column in the document of an agreement."""
 
     name: str = Field(description="column name in the header")
     type: Literal["number", "level"] = Field(
@@ -77,12 +77,12 @@ class AgreedColumn(Value):
 
 
 class Agreement(Value):
-    """Agreed columns, target, classes, markers of missing cells, and minimum numbers of rows.
+    """Agreed columns, target, classes, missing-value codes, and minimum numbers of rows.
 
-    The columns of a site's table may be in any order, and all others are ignored.
+    The columns of a site's table may be in any order, and all other columns are ignored.
 
-    Levels, classes and features that mark missing cells are always defined by the agreement, never by the file of one
-    site.
+    Levels, classes and features that mark missing cells are always defined by the agreement, never by the file of an
+    individual site.
     """
 
     target: str | None = Field(
@@ -182,13 +182,13 @@ class Agreement(Value):
     def drop_rare_levels(self, counts: Mapping[str, Mapping[str, int]]) -> Agreement:
         """Return the agreement without levels that are so rare that they could identify a person.
 
-        A column is removed if fewer than two levels, or less than half of its rows, would be left.
+        A column is removed if fewer than two levels, or less than half of its rows, would remain.
 
         Args:
-            counts: number of rows for each level, keyed by column.
+            counts: number of rows for each level, for each column.
 
         Raises:
-            ConfigError: no column is left.
+            ConfigError: no column remains.
         """
         kept = list[AgreedColumn]()
         for column in self.column:
@@ -203,7 +203,7 @@ class Agreement(Value):
         return self.with_(column=tuple(kept))
 
     def text(self) -> str:
-        """Return the text of the document. Reading this text yields the same agreement."""
+        """Return the text of the document. Reading this text recreates the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
         rows = [
             {
@@ -215,13 +215,13 @@ class Agreement(Value):
         return AGREEMENT_HEADER + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
-        """Return the reasons why a site with these numbers of rows may not participate.
+        """Return the reasons why a site with these numbers of rows is not allowed to participate.
 
         Each reason is one sentence.
 
         Args:
             counts: number of rows per class, or of subjects if the agreement names a subject column.
-            rows: number of all rows at the site, or of subjects.
+            rows: total number of rows, or of subjects, at the site.
         """
         sentences = []
         what = "rows" if self.subject is None else f"subjects ({self.subject!r})"
@@ -239,7 +239,7 @@ class Agreement(Value):
 
 
 def agreement_of(document: object) -> Agreement | None:
-    """Return the agreement that is given by a path, by its keys, or as an object, or None if none is given.
+    """Return the agreement that is given by a path, by its keys or as an object. Return None if no agreement is given.
 
     Raises:
         ConfigError: the agreement cannot be read.

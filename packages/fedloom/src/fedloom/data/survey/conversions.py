@@ -1,4 +1,4 @@
-"""Known unit conversions, which are the only factors that a draft proposes for columns that differ between sites."""
+"""Known unit conversions. A draft proposes only these factors for columns that differ between sites."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Conversion(NamedTuple):
     """Conversion between two units.
 
     Attributes:
-        factor: factor that converts numbers in the first unit to the second one.
-        units: names of both units, for messages.
-        names: pattern for names of columns that may have these units. None for any column.
+        factor: factor that converts numbers from the first unit to the second unit.
+        units: names of both units, for use in messages.
+        names: pattern for names of columns that may have these units. If None, any column may have these units.
     """
 
     factor: float
@@ -64,16 +64,16 @@ KNOWN_CONVERSIONS = (
     Conversion(1e6, "a step of a million, as g to ug", None),
 )  # fmt: skip
 NAMED_TOLERANCE = 1.3
-"""Maximum factor by which a ratio of medians may differ from a conversion factor of the column's units to match it.
+"""Maximum factor by which a ratio of medians may differ from a matching conversion factor of the column's units.
 
-The patients at two sites differ, too: in five generated hospitals, the ratio of medians of glucose and creatinine was
-0.9 to 1.2 times the conversion factor. The next conversion factor for the same column is farther away.
+The patients at two sites also differ: in five generated hospitals, the ratio of medians of glucose and creatinine was
+0.9 to 1.2 times the conversion factor. The next conversion factor for the same column is farther away than this.
 """
 STEP_TOLERANCE = 1.15
-"""Maximum factor by which a ratio of medians may differ from a power of ten to match it, in any column.
+"""Maximum factor by which a ratio of medians in any column may differ from a power of ten that it matches.
 
-Together, the four powers match 8 % of the ratios from 2 to 2 million on a logarithmic scale, so differences without a
-change of units rarely match.
+Together, the four powers match 8 % of the ratios from 2 to 2 million on a logarithmic scale, so differences that are
+not due to different units rarely match.
 """
 TEMPERATURE_PATTERN = re.compile(r"temp|fever|fieber|t(°|_)?[cf]$", re.IGNORECASE)
 
@@ -85,7 +85,7 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
 
     Args:
         name: name of the column.
-        ratio: ratio of the median at other sites to the median at a site, which must be positive.
+        ratio: ratio of the median at other sites to the median at one site, which must be positive.
     """
     for candidate in KNOWN_CONVERSIONS:
         if candidate.names is not None and not candidate.names.search(name):
@@ -98,5 +98,5 @@ def conversion(name: str, ratio: float) -> tuple[float, str] | None:
 
 
 def is_fahrenheit(name: str, high: float, low: float) -> bool:
-    """Return True if two medians are the same temperature in Fahrenheit and Celsius (within 2 degrees Fahrenheit)."""
+    """Return True if two medians in Fahrenheit and Celsius are the same temperature (within 2 degrees Fahrenheit)."""
     return bool(TEMPERATURE_PATTERN.search(name)) and abs(1.8 * low + 32 - high) <= 2

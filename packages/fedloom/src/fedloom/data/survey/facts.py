@@ -1,4 +1,4 @@
-"""Profile of a table's column: the type of its cells, and whether it is suitable as a feature."""
+"""Profile of a column in a table: the type of its cells, and whether it is suitable as a feature."""
 
 from __future__ import annotations
 
@@ -26,82 +26,82 @@ MISSING_TOKENS = frozenset(
     | {"inconnu", "desconocido", "sconosciuto", "onbekend", "неизвестно", "不明"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "#ref!", "#num!", "#name?", "inf", "-inf"}
 )
-"""Common markers of missing cells, in lower case, in addition to those of a source."""
+"""Common missing-value codes, in lower case, in addition to those of a source."""
 LEVELS_TOO = frozenset({"none", "nil", "null"})
-"""Members of `MISSING_TOKENS` that are levels in many tables. Only 'fedloom init' reports them."""
+"""Members of `MISSING_TOKENS` that are ordinary levels in many tables. Only 'fedloom init' reports these findings."""
 MAX_ODD_SHARE = 0.2
-"""Maximum fraction of non-numeric cells in a numeric column, provided that they have few distinct values. In other
-words, at least four of five cells are numbers, and the others have at most `MOST_ODD` distinct values."""
+"""Maximum fraction of non-numeric cells in a numeric column, provided that these cells have few distinct values. In
+other words, at least four of five cells are numbers, and the other cells have at most `MOST_ODD` distinct values."""
 MOST_ODD = 4
-"""Maximum number of distinct non-numeric cells in a numeric column. A column with more of them contains levels or
-texts."""
+"""Maximum number of distinct non-numeric cells in a numeric column. A column with more of them is assumed to contain
+levels or texts."""
 CLEAR_ZERO_SHARE = 0.05
-"""Minimum ratio of a column's smallest nonzero number to its median for which a zero cannot be a small measurement. For
-insulin, this ratio is 14 to 125."""
+"""Minimum ratio of a column's smallest nonzero number to its median at which a zero cannot be a small measurement. For
+insulin, this ratio is 14/125, or 0.11."""
 MIN_ZERO_STEPS = 5
 """Minimum distance between 0 and the smallest nonzero number, as a multiple of the smallest difference between numbers.
 
 In a column of counts, this distance is a single step.
 """
 MOST_ZERO = 0.6
-"""Maximum fraction of zeros or codes in a column for which they may stand for missing values. If they are more
-frequent, they are regular values."""
+"""Maximum fraction of zeros or codes in a column if they may stand for missing values. If codes are more frequent, they
+are treated as regular values."""
 NO_ANSWER_CODES = (-1, 9, 99, 999, -9, -99, 88, 77)
-"""Codes in questionnaires that mean no answer."""
+"""Questionnaire codes that stand for no answer."""
 MIN_CODE_DISTANCE = 3
 """Minimum distance between such a code and the last regular answer."""
 MAX_ANSWER_CODES = 7
-"""Maximum number of regular answers to a question for which 9, 99 or -1 may mean no answer."""
+"""Maximum number of different regular answers to a question for which 9, 99 or -1 may mean that no answer was given."""
 ID_NAME_PATTERN = re.compile(
     r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|"
     r"(^|[_\W])(num|numero|numéro|record|seq|sequence|serial|counter|line|zeile|ligne|fila|linha|riga)$|"
     r"^(rn|pk|sn|s\.?no\.?|column1|spalte1|v1|#|№|n[°º]|序号|编号|番号|번호)$|[a-z]I[dD]$|[a-z](nummer|nr)$",
     re.IGNORECASE,
 )
-"""Pattern of names of columns with row numbers and other identifiers."""
+"""Pattern for names of columns that contain row numbers and other identifiers."""
 NAMELESS_PATTERN = re.compile(
     r"|unnamed(: ?\d+(\.\d+)*)?(_level_\d+)?|index|level_\d+|\.\.\.1|row\.?_?names?|(?-i:X(\.\d+)*)", re.IGNORECASE
 )
-"""Pattern of headers that pandas and R write for row names."""
+"""Pattern of the headers that pandas and R write for row names."""
 PERSON_NAME_PATTERN = re.compile(
     r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|family|household|couple|litter|twin|pid|mrn|uid|id|user|animal|pig"
     r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
     re.IGNORECASE,
 )
-"""Pattern of names of columns that identify patients and similar units, whose rows belong together."""
+"""Pattern for names of columns that identify patients or similar units, whose rows belong together."""
 ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
-"""Pattern of names of columns that contain identifiers. The names in other patterns may also belong to columns with
-counts."""
+"""Pattern for names of columns that contain identifiers. The names that match other patterns may also belong to columns
+that contain counts."""
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
-"""Pattern of names for dates of a person (such as birth) that do not tell when a row was recorded."""
+"""Pattern for names of dates of a person (such as birth) that do not indicate when a row was recorded."""
 MOST_ALONE = 0.9
-"""Maximum ratio of distinct patients to rows for which patients are considered to have several rows. If the ratio is
+"""Maximum ratio of distinct patients to rows at which patients are assumed to have several rows each. If the ratio is
 larger, the few repeated rows are considered duplicates."""
 MAX_INDEX_SPARSITY = 20
-"""Maximum ratio of the largest number in a column to the number of rows at which the column may number the rows.
+"""Maximum ratio of the largest number in a column to the number of rows if the column may number the rows.
 
-The ratio is larger than 1 if rows of the original table have been removed.
+The ratio is larger than 1 if rows have been removed from the original table.
 """
 IN_STEP = 0.8
-"""Minimum fraction of rows whose number is the previous number plus one, for row numbers from several joined files."""
+"""Minimum fraction of rows whose number is the previous number plus one, if row numbers come from several files."""
 MAX_UNITS = 3
-"""Maximum number of different units in the cells of a column."""
+"""Maximum number of different units in the cells of one column."""
 MAX_FEW_LEVELS = 20
 """Number up to which levels, classes or rows are considered few."""
 PER_LEVEL = 10
 """Minimum average number of rows per level or group."""
 SCORE_BINS = 50
-"""Number of groups of equal size into which a numeric column is divided to measure how well it predicts a target."""
+"""Number of equal-sized groups of a numeric column by which it is measured how well the column predicts a target."""
 SENTINEL_PATTERN = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
-"""Pattern of numbers that often stand for unknown values."""
+"""Pattern of numbers that often represent unknown values."""
 MIN_SENTINEL_SHARE = 0.004
-"""Minimum fraction of a column's numbers for which an extreme number is considered recurrent."""
+"""Minimum fraction of a column's numbers at which an extreme number is considered recurrent."""
 LATER_NAME_PATTERN = re.compile(
     r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
     r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
     re.IGNORECASE,
 )
-"""Pattern of names of columns with facts that become known only after the target."""
+"""Pattern for names of columns that contain facts that become known only after the target."""
 
 
 SECONDS_RANGE = 946_684_800, 2_051_222_400
@@ -112,7 +112,7 @@ DATE_NAME_PATTERN = re.compile(
     r"(?<![a-z])(date|datum|dat|day|adm|admi\w+|visit\w*|disch\w*|dob|dod|birth\w*|geb\w*|fecha)(?![a-z])",
     re.IGNORECASE,
 )
-"""Pattern of names of columns with dates."""
+"""Pattern for names of columns that contain dates."""
 
 
 @dataclass(eq=False)
@@ -123,9 +123,9 @@ class ColumnProfile:
         name: name in the header.
         cells: cells ``[N]`` as text, which is "" for missing cells.
         kind: type of most cells.
-        odd: non-numeric cells of a numeric column, with the most frequent first.
-        extremes: recurrent numbers that are far from all others, such as -9 and 999. A draft of an experiment treats
-            them as missing.
+        odd: non-numeric cells of a numeric column, with the most frequent ones first.
+        extremes: recurrent numbers that are far from all other numbers, such as -9 and 999. A draft of an experiment
+            treats these values as missing.
     """
 
     name: str
@@ -166,7 +166,7 @@ class ColumnProfile:
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """Numbers ``[N]``, which are NaN for missing cells and for numbers that stand for missing values."""
+        """Numbers ``[N]``, in which missing cells and missing-value codes are NaN."""
         missing = {"", *self.extremes}
         numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
         return np.array([numbers[c] for c in self.cells.tolist()])
@@ -177,7 +177,7 @@ class ColumnProfile:
         return self.values[~np.isnan(self.values)] if self.kind == "number" else np.empty(0)
 
     def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
-        """Return the given numbers as they are written in cells, with their counts."""
+        """Return the given numbers in the form in which they are written in cells, with their counts."""
         return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
 
     def _counts(self) -> Counts:
@@ -186,13 +186,13 @@ class ColumnProfile:
 
     @property
     def missing(self) -> int:
-        """Number of missing cells, including non-numeric cells in numeric columns, and numbers for missing values."""
+        """Number of missing cells, including non-numeric cells in numeric columns and codes for missing values."""
         missing_levels = [*self.odd, *self.extremes]
         return len(self.cells) - len(self.present) + sum(self.levels[level] for level in missing_levels)
 
     @property
     def constant(self) -> bool:
-        """True if all cells that are not missing are equal."""
+        """True if all cells are equal, apart from missing cells."""
         return len(np.unique(self.numbers) if self.kind == "number" else self.levels) <= 1
 
     @property
@@ -214,12 +214,12 @@ class ColumnProfile:
 
     @property
     def doubts(self) -> list[str]:
-        """Non-numeric cells that are not common markers of missing values, but may be numbers, limits or levels."""
+        """Non-numeric cells that are not common missing-value codes, but may be numbers, limits or levels."""
         return [level for level in self.odd if level.strip().lower() not in MISSING_TOKENS]
 
     @cached_property
     def personal(self) -> str:
-        """Kind of personal information in the column, or "" if there is none."""
+        """Kind of personal information that the column contains, or "" if it contains none."""
         return personal(self.name, self.levels, len(self.present)) if self.kind in ("text", "number") else ""
 
     @property
@@ -237,9 +237,9 @@ class ColumnProfile:
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
-        """Group of each row ``[N]``, which is its level, or one of `SCORE_BINS` groups of equal size for numbers.
+        """Group of each row ``[N]``. It is the row's level or, for numbers, one of `SCORE_BINS` groups of equal size.
 
-        Missing cells form a group of their own.
+        Rows with missing cells form a separate group.
         """
         if self.kind == "number" and len(self.levels) > SCORE_BINS:
             return binned(self.values)
@@ -251,9 +251,9 @@ Counts = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return the group ``[N]`` of each number, among at most `SCORE_BINS` groups of equal size.
+    """Return the group ``[N]`` of each number. There are at most `SCORE_BINS` groups of equal size.
 
-    Missing values form a group of their own.
+    Rows with missing values form a separate group.
     """
     here = int((~np.isnan(values)).sum())
     bins = min(SCORE_BINS, max(here // PER_LEVEL, 1))
@@ -262,14 +262,15 @@ def binned(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def is_no_measurement(code: float) -> bool:
-    """Return True if a distant number is probably not a count or a time (as 8 siblings or the hour -1 would be)."""
+    """Return True if an outlying number is probably not a count or a time (as 8 siblings or the hour -1 would be)."""
     return code <= -7 or code >= 77
 
 
 def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return recurrent numbers at either end of a column that may stand for unknown values, with their counts.
+    """Return recurrent numbers at either end of a column that may represent unknown values, with their counts.
 
-    The distance of such a number from all others is more than twice the interquartile range of the others.
+    The distance between such a number and all other numbers is more than twice the interquartile range of the other
+    numbers.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     often = np.nonzero(counts >= max(3, MIN_SENTINEL_SHARE * total))[0]
@@ -290,10 +291,10 @@ def extremes(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[flo
 
 
 def answers(values: NDArray[np.float64], counts: NDArray[np.int64]) -> dict[float, int]:
-    """Return numbers that may stand for missing values although they are close to others, with their counts.
+    """Return numbers that may stand for missing values although they are close to other numbers, with their counts.
 
-    A zero is one of them if no other measurement is close to zero. A 9, 99 or -1 is one of them if all other values are
-    a few consecutive codes.
+    A zero is treated as a missing-value code if no other measurement is close to zero. A value of 9, 99 or -1 is
+    treated as a missing-value code if all other values form a short run of consecutive codes.
     """
     total, marks = int(counts.sum()), dict[float, int]()
     likely = (
@@ -328,9 +329,10 @@ def is_permutation(values: NDArray[np.float64]) -> bool:
 
 
 def row_number(name: str, values: NDArray[np.float64]) -> bool:
-    """Return True if a column numbers the rows, so that a model could learn nothing but their order from it.
+    """Return True if a column only numbers the rows, so that all a model could learn from it is the order of the rows.
 
-    Both its name and its numbers must suggest this. For example, a year that increases by one is not a row number.
+    Both the name and the numbers of the column must suggest this. For example, a year that increases by one is not a
+    row number.
 
     Args:
         name: name in the header.
@@ -365,7 +367,7 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
 
 
 def time_unit(name: str, levels: NDArray[np.float64]) -> str:
-    """Return the unit and origin of integers that may be points in time, or "" if they are not."""
+    """Return the unit and the origin of integers that may be points in time, or "" if they cannot be."""
     for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
         if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:
             return unit

@@ -1,4 +1,4 @@
-"""Notes on tables: leaks, copies, numbers of rows and patients, and markers of missing cells."""
+"""Notes on tables: leaks, copies, numbers of rows and patients, and missing-value codes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from fedloom.seeds import numpy_generator
 MAX_SAMPLED_CELLS = 2_000_000
 """Approximate maximum number of a table's cells that are searched for leaks, in a random sample of rows."""
 MOST_SAMPLED, LEAST_SAMPLED = 5_000, 200
-"""Maximum and minimum number of rows in the sample. The maximum suffices to measure a value with three digits, and the
-minimum to recognize a perfect value."""
+"""Maximum and minimum number of rows in the sample. The maximum is sufficient to measure a value with three digits, and
+the minimum is sufficient to recognize a perfect value."""
 CHANCE_MULTIPLE = 10
-"""Minimum ratio of the number of identical rows to the number expected by chance for a note.
+"""Minimum ratio of the number of identical rows to the number expected by chance at which a note is issued.
 
-It is larger than 1 because columns that depend on each other lead to more identical rows.
+It is larger than 1, because columns that depend on each other lead to a larger number of identical rows.
 """
 MIN_COPIES = 3
-"""Minimum number of identical rows for a note."""
+"""Minimum number of identical rows for which a note is issued."""
 MAX_TIED_SHARE = 0.05
-"""Maximum share of rows with the same number in a column whose distances are used to find copies with noise."""
+"""Maximum share of rows with the same number in a column whose distances are used to find noisy copies."""
 MIN_NAMING_SHARE = 0.9
-"""Minimum number of different texts per row from which on a column of text identifies rows."""
+"""Minimum number of different texts per row at which a text column is considered to identify rows."""
 MIN_DISTINCT_SHARE = 0.2
-"""Minimum number of distinct values per row for which a column is considered to distinguish rows."""
+"""Minimum number of distinct values per row at which a column is considered to identify rows."""
 NEAR_COPIES_NOTE = (
     "{} of {} have a neighbor that is far closer than all others, like copies with noise. If both "
     "come from one sample, this sample is in the training part and in the test part. Leave such rows "
@@ -53,20 +53,21 @@ NEAR_COPIES_NOTE = (
 )
 """Text of the note on near-duplicates."""
 ROW_NAMES = ("numbers the rows", "names the rows")
-"""Reasons to leave out a column that identifies rows. All other reasons say what a column contains."""
+"""Reasons to omit a column that identifies rows. All other reasons describe what a column contains."""
 MAX_SHOWN_FINDINGS = 6
 MAX_EXACT_NUMBER = 2**53
-"""Number up to which all integers are exact in double precision."""
+"""Number up to which all integers can be represented exactly in double precision."""
 NO_WORDS = words("no n false f 0 negative absent control healthy normal alive none nein non nej nie ne")
-"""Common names, in lower case, of a class that consists of the rows without the outcome."""
+"""Common names, in lower case, for a class that consists of the rows without the outcome."""
 
 Floats = NDArray[np.float64]
 
 
 def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
-    """Return the reason why a column must not be a feature, as part of a note, or "" if it may be one.
+    """Return the reason why a column must not be a feature, as part of a note, or "" if it may be a feature.
 
-    This applies only to columns that can do nothing but leak: row numbers, names of people, and contact details.
+    This applies only to columns that cannot serve any purpose but leak: row numbers, names of people, and contact
+    details.
     """
     if not column.names:
         if row_number(name, column.values):
@@ -80,7 +81,7 @@ def reason_left_out(name: str, column: ReadColumn, rows: int) -> str:
 
 
 def text_left_out(name: str, counts: Mapping[str, int], rows: int) -> str:
-    """Return the reason why a text column must not be a feature, given the number of rows for each cell, or ""."""
+    """Return the reason why a text column must not be a feature, or "", given the number of rows for each cell."""
     present = sum(counts.values())
     if not present:
         return ""
@@ -98,10 +99,10 @@ def findings(
     Args:
         features: features, keyed by name.
         outcome: columns of the label and of its event, keyed by name, each with "classification" or "regression".
-        users: client of each row. None if no column contains the clients.
-        ranged: columns with an agreed range, which already reveals markers of missing cells.
-        units: subject of each row ``[N]``. Rows of the same subject may be similar. None if no column contains the
-            subjects.
+        users: client of each row. None if no column identifies the clients.
+        ranged: columns with an agreed range. Missing-value codes in these columns are already detected by the range.
+        units: subject of each row ``[N]``. Rows of the same subject are allowed to be similar. None if no column
+            identifies the subjects.
     """
     count = len(next(iter(features.values())).values)
     if count < MAX_FEW_LEVELS:
@@ -193,7 +194,7 @@ def _markers(name: str, column: ReadColumn) -> Iterator[str]:
 
 
 def _classes(name: str, column: ReadColumn) -> Iterator[str]:
-    """Yield notes on a class that may mean missing, and on two classes of which the second is not the outcome."""
+    """Yield notes on a class that may stand for a missing label, and on two classes whose second is not the outcome."""
     counts = column.counts()
     numbers = {float(k): k for k in counts if is_number(k)}
     if len(numbers) == len(counts) > 2:
@@ -249,6 +250,6 @@ def note_near_copies(numbers: Sequence[Floats], units: NDArray[np.int64] | None)
 
 
 def _is_fine(values: Floats) -> bool:
-    """Return True if few rows share a number, such as a zero or a limit of detection, which makes them close."""
+    """Return True if few rows share a number. Rows can be close because they share a zero or a limit of detection."""
     each = np.unique(values, return_counts=True)[1]
     return len(each) >= 0.5 * len(values) and int(each.max()) <= max(MIN_COPIES, MAX_TIED_SHARE * len(values))

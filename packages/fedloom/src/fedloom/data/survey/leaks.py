@@ -1,4 +1,4 @@
-"""Columns that leak an outcome: alone, by their order, for one class, at one client, or by missing cells."""
+"""Columns that leak an outcome: by their values, by their order, for one class, at one client, or by missing cells."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from numpy.typing import NDArray
 from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, SCORE_BINS, binned
 
 LEAK_SHARE = 0.995
-"""Minimum AUROC or R2 at which a single column is considered to leak the target, like a fact that was recorded after
-it."""
+"""Minimum AUROC or R2 at which a single column is considered to leak the target, like a fact recorded after it."""
 LEAST_CLIENT_ROWS = 20
-"""Minimum number of rows at a client for a comparison of missing cells with classes."""
+"""Minimum number of rows at a client for which missing cells are compared with classes."""
 MAX_CHECKED_CLIENTS = 50
 LEAST_ORDERED_ROWS = 100
-"""Minimum number of rows for which groups with non-overlapping targets are considered a leak. With fewer rows, they may
-be due to the design of an experiment, such as load steps in a test of a few parts."""
+"""Minimum number of rows at which groups whose targets do not overlap are considered a leak. If there are fewer rows,
+they may be due to the design of an experiment, such as load steps in a test of a few parts."""
 LEAST_CLIENTS = 4
 """Minimum number of clients for which equal means cannot be due to chance."""
 EQUAL_SHARE = 1 - 1e-9
 """Squared correlation above which two numbers per client are considered equal up to their unit: means of float64
-numbers have relative differences of about 1e-15, while columns that are merely similar differ by much more than
+numbers have relative differences of about 1e-15, whereas columns that are merely similar differ by much more than
 1e-9."""
 
 Floats = NDArray[np.float64]
@@ -32,10 +31,10 @@ Ints = NDArray[np.int64]
 
 
 class ReadColumn(NamedTuple):
-    """Column in the form in which a table is read.
+    """Column of a table in the form in which it was read.
 
     Attributes:
-        values: numbers ``[N]``, or codes of levels. Missing values are NaN.
+        values: numbers ``[N]``, or codes of the levels. Missing values are NaN.
         names: names of the levels. It is empty if the column is numeric.
     """
 
@@ -43,7 +42,7 @@ class ReadColumn(NamedTuple):
     names: tuple[str, ...] = ()
 
     def scored(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Floats | None]:
-        """Return the groups and the numbers of some rows as arguments of `fedloom.data.by_site.score`."""
+        """Return the groups and the numbers of some rows, as arguments for `fedloom.data.by_site.score`."""
         part = self.values[rows]
         if self.names:
             return np.nan_to_num(part, nan=len(self.names)).astype(np.int64), None
@@ -67,7 +66,7 @@ def leaks(
         of: name of the outcome.
         target: column of the outcome.
         task: "classification" or "regression".
-        users: client of each row. None if no column contains the clients.
+        users: client of each row. None if no column identifies the clients.
         rows: indices of the rows to check.
     """
     from fedloom.data.by_site import score  # which imports scipy.stats, slowly
@@ -97,7 +96,7 @@ def leaks(
 
 
 def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
-    """Return how a column determines the target as a step function, or "" if it does not."""
+    """Return a description of how a column determines the target as a step function, or "" if it does not."""
     x = column.values[rows]
     here = ~np.isnan(x) & ~np.isnan(y)
     x, y = x[here], y[here]
@@ -115,7 +114,7 @@ def _ordered(column: ReadColumn, y: Floats, rows: Ints) -> str:
 
 
 def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
-    """Return how a column with two levels exactly marks one class, or "" if it does not."""
+    """Return a description of how a column with two levels exactly identifies one class, or "" if it does not."""
     here = ~np.isnan(x) & ~np.isnan(y)
     levels = np.unique(x[here])
     if len(levels) != 2:
@@ -131,7 +130,7 @@ def _marks_class(x: Floats, y: Floats, names: tuple[str, ...]) -> str:
 def _find_client_leaks(
     name: str, column: ReadColumn, of: str, target: ReadColumn, task: str, users: ReadColumn, rows: Ints
 ) -> Iterator[str]:
-    """Yield notes on a feature that leaks an outcome at a single client, or that equals its mean per client."""
+    """Yield notes on a feature that leaks an outcome at a single client, or equals each client's mean outcome."""
     x, y, owner = column.values[rows], target.values[rows], users.values[rows]
     clients = np.unique(owner[~np.isnan(owner)])
     if not 2 <= len(clients) <= MAX_CHECKED_CLIENTS:

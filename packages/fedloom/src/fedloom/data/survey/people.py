@@ -1,4 +1,4 @@
-"""Detection of columns with names of people, contact details or text about people, by column name and cells."""
+"""Detection of columns that contain names of people, contact details or text about people, by column name and cells."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Mapping
 from fedloom.data.tables import is_number, number_of
 
 MIN_PATTERN_CELLS = 10
-"""Minimum number of cells for checking a pattern. With fewer cells, most of them could be distinct by chance."""
+"""Minimum number of cells with which a pattern is compared. If there are fewer cells, most of them could be distinct by
+chance."""
 MIN_PATTERN_SHARE = 0.8
-"""Minimum fraction of a column's cells that must match a pattern. It is less than 1 because real columns also contain
+"""Minimum fraction of a column's cells that must match a pattern. It is less than 1, because real columns also contain
 remarks and typing errors."""
 MIN_DISTINCT_SHARE = 0.5
-"""Minimum fraction of distinct cells for which text cannot be a category, since a level would have two rows on
-average."""
+"""Minimum fraction of distinct cells at which text cannot be a category, as a level would average only two rows."""
 MIN_REPEATED_CELLS = 20
-"""Minimum number of distinct cells for checking a column although its cells repeat, as for patients with several
-visits."""
+"""Minimum number of distinct cells for checking a column in which cells repeat, as for patients with several visits."""
 MIN_NAMES = 3
-"""Smallest number of different given names in a column of names. Two may be the names of two groups."""
+"""Minimum number of different given names in a column of names. If there are only two, they may be the names of two
+groups."""
 MIN_GIVEN_NAME_SHARE = 0.3
 """Minimum fraction of distinct cells that contain a given name. The value was chosen so that columns of names reach it
-although rare names are not listed, while columns of places and products contain few given names."""
+even though rare names are not listed, whereas columns of places and products contain few given names."""
 MAX_PATTERN_CELLS = 2000
-"""Maximum number of distinct cells that are compared with a pattern. For 2,000 cells, a fraction is known to within 2.2
-percentage points (with 95 % confidence)."""
+"""Maximum number of distinct cells that are matched against a pattern. For 2,000 cells, a fraction is known to within
+2.2 percentage points (with 95 % confidence)."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -41,7 +41,7 @@ NAME_COLUMNS = words(
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
     "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름 الاسم שם"
 )
-"""Names of columns with names of people, in lower case and without spaces and accents."""
+"""Names of columns that contain names of people, in lower case and without spaces and accents."""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
 """Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
@@ -63,13 +63,13 @@ CONTACT_WORDS = {
     "passport passportnumber passportno reisepass licenseplate licenceplate kennzeichen driverslicense ipaddress снилс "
     "身份证",
 }
-"""Words in the names of columns with contact details or identifiers of people, keyed by kind."""
+"""Words in the names of columns that contain contact details or identifiers of people, keyed by kind."""
 LAST_CONTACT_WORDS = words("contact kontakt contacto contatto sin nir zip")
-"""Words in `CONTACT_WORDS` that have another meaning unless they are the last word in a name."""
+"""Words in `CONTACT_WORDS` that have a different meaning unless they are the last word in a name."""
 MIN_CONTACT_NUMBER = 10**6
 """Smallest maximum of integers that may be phone or insurance numbers. Smaller integers are measurements or counts."""
 IDENTITY_KINDS = frozenset({"insurance or identity numbers", "phone or identity numbers"})
-"""Results of `personal` for numbers that identify a person, so that rows with the same number belong to one person."""
+"""Results of `personal` for numbers that identify a person, so that rows with equal numbers belong together."""
 WEB_PATTERN = re.compile(r"(https?://|www\.)\S+|(\d{1,3}\.){3}\d{1,3}", re.IGNORECASE)
 EMAIL_PATTERN = re.compile(r"([^@]*<)?[^@\s]+@[^@\s]+\.[^@\s]+>?")
 GIVEN_NAMES = words(
@@ -96,23 +96,23 @@ GIVEN_NAMES = words(
     "chidi ngozi adebayo jorge pablo marta javier rafael beatriz joana miguel tiago mateus freja ingrid astrid "
     "mikael anders björn johan emma noah liam mason ethan"
 )
-"""Common given names, in lower case. Only a fraction of a column's cells must contain one (`MIN_GIVEN_NAME_SHARE`)."""
+"""Common given names, in lower case. A given name must occur only in a fraction of a column's cells
+(`MIN_GIVEN_NAME_SHARE`)."""
 TITLE_PATTERN = re.compile(
     r"(?i:dra?|prof|mrs?|ms|miss|herr|frau|mme|mlle|sra?|srta|dott(\.?ssa)?|pani?|hr|fr)\b\.?,?\s*"
     r"(?i:med\.?|h\.?\s?c\.?|dr\.?)?\s*[^\W\d_a-z][^\d]*|[^\W\d_a-z][^\d,]*,\s*(M\.D|R\.N|D\.O|Ph\.?D|N\.P)\.?"
 )
 """Pattern of a person's name with a title."""
 DEGREE_PATTERN = re.compile(r"[^\W\d_a-z][^\d,]*,\s*(MD|RN|DO|NP)\.?")
-"""Pattern of a person's name with a degree that may also be a state, as in ``Baltimore, MD``."""
+"""Pattern of a person's name followed by a degree that may also be a US state, as in ``Baltimore, MD``."""
 LONE_NAME_COLUMNS = words(
     "first last given family nom 氏 名 姓 mother father parent spouse partner guardian doctor physician nurse surgeon "
     "consultant attending referrer prescriber therapist midwife gp arzt hausarzt zuweiser chirurg medico medecin "
     "infirmier enfermera traitant mutter vater врач 医生 医師"
 )
-"""Last words in the names of columns that hold people's names, provided that every cell consists of capitalized
-words."""
+"""Last words in the names of columns that contain people's names, if every cell consists of capitalized words."""
 UNSURE_KIND = "names of people, or other names"
-"""Result of `personal` for texts that may also name other things, such as drugs."""
+"""Result of `personal` for texts that may also be names of other things, such as drugs."""
 LONE_NAME_PATTERN = re.compile(r"([^\W\d_a-z]([^\W\d_]|[.'\u2019\-])+[ ,]*){1,4}")
 STREET_WORD_PATTERN = re.compile(
     r"(stra(ß|ss)e|str\.|weg|platz|gasse|allee|ring|laan|straat|gatan)\b|\b(street|st|road|rd|avenue|ave|lane|drive|way|"
@@ -124,7 +124,7 @@ FREE_TEXT_COLUMNS = words(
     "note notes comment comments remark remarks freetext bemerkung bemerkungen kommentar notiz notizen anmerkung "
     "anamnese freitext remarque remarques commentaire observaciones comentario comentarios osservazioni uwagi opmerking"
 )
-"""Names of columns with free text, in lower case."""
+"""Names of columns that contain free text, in lower case."""
 INITIALS_COLUMNS = words("initial initials initialen initiales iniciales iniziali kuerzel kürzel monogram")
 INITIALS_PATTERN = re.compile(r"([^\W\d_]\.?[ -]?){1,4}")
 IDENTITY_PATTERN = re.compile(
@@ -137,24 +137,23 @@ IDENTITY_PATTERN = re.compile(
 """Pattern of identity, account and phone numbers in a format that measurements do not have."""
 PHONE_PATTERN = re.compile(r"(\+|00?)?\(?\d[\d ()/.\-]{5,}\d")
 PHONE_SIGN_PATTERN = re.compile(r"^[+0(]|[ ()/\-]")
-"""Pattern of signs that distinguish phone or insurance numbers from measurements."""
+"""Pattern of punctuation that distinguishes phone or insurance numbers from measurements."""
 MIN_PHONE_DIGITS = 7
-"""Minimum number of digits in a phone number. Years such as 1889-90 and days such as 10/22-25 have fewer digits."""
+"""Minimum number of digits in a phone number. Years such as 1889-90 and dates such as 10/22-25 have fewer digits."""
 DECIMAL_PATTERN = re.compile(r"[-+]?\d*\.\d+(e[-+]?\d+)?", re.IGNORECASE)
 CALENDAR_DAY_PATTERN = re.compile(r"\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}([ T].*)?")
 FULL_NAME_PATTERN = re.compile(r"[^\W\d_a-z]([^\W\d_]|[.'\u2019\-])*(,?\s[^\W\d_]([^\W\d_]|[.'\u2019\-])*){1,4}")
 """Pattern of a person's full name: at least two words that consist of letters, the first of which is capitalized."""
 STREET_PATTERN = re.compile(r"(\d+\w?,?\s+[^\W\d_]{3}.*|[^\W\d_].*\s\d+\w?(,.*)?)")
-"""Pattern of a street and a number, in either order."""
+"""Pattern that matches a street and a number, in either order."""
 MIN_WORD_SHARE = 0.2
-"""Minimum fraction of texts that remain distinct when digits are removed, at which texts with numbers may be addresses
-and not sizes or labels."""
+"""Minimum fraction of texts that are distinct without their digits if texts with numbers may be addresses."""
 MIN_SENTENCE_WORDS = 4
-"""Minimum number of words for which a cell is considered a sentence and not the name of a level."""
+"""Minimum number of words at which a cell is considered a sentence rather than the name of a level."""
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a column in lower case, without accents, spaces and signs.
+    """Return the name of a column in lower case, without accents, spaces and punctuation.
 
     >>> plain_name("First_Name"), plain_name("Prénom"), plain_name("E-Mail")
     ('firstname', 'prenom', 'email')
@@ -164,7 +163,7 @@ def plain_name(name: str) -> str:
 
 
 def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
-    """Return the kind of personal information in a column, as part of a sentence, or "" if there is none.
+    """Return the kind of personal information in a column, as part of a sentence, or "" if it contains none.
 
     Args:
         name: name of the column.
@@ -248,16 +247,17 @@ def _split_name(name: str) -> list[str]:
 
 
 def _last_words(name: str) -> frozenset[str]:
-    """Return the last word in the name of a column, and up to three joined last words, without a final "name"."""
+    """Return the last word in the name of a column, and up to three last words joined, without a final "name"."""
     parts = _split_name(name)
     ends = [parts, parts[:-1]] if parts and parts[-1] in POSSIBLE_NAME_WORDS else [parts]
     return frozenset("".join(end[-k:]) for end in ends for k in (1, 2, 3) if end)
 
 
 def _find_names(texts: list[str], lone: bool) -> str:
-    """Return "names of people" if cells are names with a title, or if enough contain a given name, or else "".
+    """Return "names of people" if cells are names with a title or enough contain a given name, or "" otherwise.
 
-    A degree that may also be a state is a title only next to a given name or in a column for people (`lone`).
+    An academic degree that may also be a US state is considered a title only next to a given name or in a column that
+    names people (`lone`).
     """
     titled = sum(
         bool(TITLE_PATTERN.fullmatch(t))
@@ -272,7 +272,7 @@ def _find_names(texts: list[str], lone: bool) -> str:
 
 
 def _letters(text: str) -> str:
-    """Return a text without the marks that follow letters, which patterns of letters do not match."""
+    """Return a text without the combining marks that follow letters, because patterns of letters do not match them."""
     return "".join(c for c in unicodedata.normalize("NFKC", text) if not unicodedata.category(c).startswith("M"))
 
 
@@ -281,16 +281,16 @@ def _share(pattern: re.Pattern[str], texts: list[str]) -> float:
 
 
 def _vary(texts: list[str]) -> bool:
-    """Return True if texts still differ after removal of their digits, as street addresses do.
+    """Return True if texts still differ after their digits have been removed, as street addresses do.
 
-    Texts such as ``12 months`` and ``13 months`` do not.
+    Texts such as ``12 months`` and ``13 months`` do not match.
     """
     words = {"".join(c for c in t if not c.isdigit()) for t in texts}
     return len(words) >= MIN_WORD_SHARE * len(texts)
 
 
 def _reaches(what: str, texts: list[str], text: bool) -> bool:
-    """Return True if the cells may contain what the column's name suggests, unlike cells with yes and no or counts."""
+    """Return True if the cells may contain what the column's name suggests, and not just yes and no, or counts."""
     if what == "addresses":
         return text
     if what == "postal codes":

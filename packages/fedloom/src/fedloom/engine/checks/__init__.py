@@ -1,1 +1,1 @@
-"""Checks before the first round: they reject impossible combinations and collect notes."""
+"""Checks before the first round: impossible combinations are rejected, and notes are collected."""

@@ -1,4 +1,7 @@
-"""Adjustment of defaults that do not work with few clients. The nearest valid value is used, and a note is added."""
+"""Adjustment of defaults that do not work if there are few clients.
+
+The nearest valid value is then used, and a note is added.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ V = TypeVar("V", bound=Value)
 
 
 def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Return the setting with defaults that work for ``n`` clients, and a note on each changed default.
+    """Return the setting with defaults that work for ``n`` clients, and a note on each default that was changed.
 
-    Options that the user has set are not changed. If they are impossible, other checks reject them.
+    Options that were set by the user are not changed. If the settings are impossible, other checks reject them.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -39,7 +42,7 @@ def adapt_defaults(setting: Setting, n: int) -> tuple[Setting, list[str]]:
 
 
 def _notes(table: str, old: Value | None, new: Value | None, among: str) -> list[str]:
-    """Return one sentence for each field of a part of the setting whose value changed."""
+    """Return one sentence for each changed field of a part of the setting."""
     if old is None or new is None:
         return []
     weak = ", so the rule withstands no attacker"

@@ -1,4 +1,4 @@
-"""Protection of a run from errors in code that only observes it: callbacks, listeners and trackers."""
+"""Protection of a run from errors in code that only observes the run, such as callbacks, listeners and trackers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ GUARD_LOG = logging.getLogger("fedloom")
 
 
 class Guard:
-    """Caller of functions whose errors must not end the run. The first failure of each function is logged as a warning.
+    """Caller of functions whose errors must not end a run. The first failure of each function is logged as a warning.
 
-    Only `RunStopped`, and errors that are not an `Exception` (such as KeyboardInterrupt), end the run. All other errors
-    are caught.
+    A run ends only because of `RunStopped`, or of errors that are not an `Exception` (such as KeyboardInterrupt). All
+    other errors are caught.
 
     Attributes:
         warnings: all warnings so far, in order.
@@ -34,7 +34,7 @@ class Guard:
             arguments: arguments to pass to the function.
 
         Raises:
-            RunStopped: the function asks to end the run.
+            RunStopped: the function requests the end of the run.
         """
         try:
             return function(*arguments)

@@ -1,4 +1,4 @@
-"""Former keys that are now analyses: the error for new files that use them, and the conversion of old documents."""
+"""Former keys that have become analyses: the error for new files that use them, and the conversion of old documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MOVED_KEYS = {
     "importance": "importance", "references": "references", "cox": "cox",
 }  # fmt: skip
 MOVED_KEYS = {("partition", "leave"): "left-out", **{("evaluate", key): kind for key, kind in _MOVED_KEYS.items()}}
-"""Kinds of analyses, keyed by the table and the key that used to select them."""
+"""Kinds of analyses, keyed by the table and the key that selected them in earlier versions."""
 _MOVED_OPTIONS = {"tsne": "clients", "groups": "by", "group_least": "min_rows"}
-"""New option names in the analysis, for keys whose value moved to an option with a different name."""
+"""New names of options in the analysis, for keys whose value has moved to an option with a different name."""
 
 
 def find_moved_key(table: str, key: str, value: object) -> str:
-    """Return the end of an error message that explains how to replace a key by an analysis.
+    """Return the end of an error message, which explains how to replace a key by an analysis.
 
     The text is empty if the key has not become an analysis.
     """
@@ -44,10 +44,10 @@ def check_moved(table: str, options: object) -> None:
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded experiment document in which keys that became analyses are written as analyses.
+    """Return a recorded experiment document in which keys that have become analyses are written as analyses.
 
-    Recorded documents of runs, records and studies are converted in this way. An old key in a new file is rejected
-    instead.
+    Documents that were recorded in runs, records and studies are converted in this way. In contrast, an old key in a
+    new file is rejected.
     """
     tables = {name: document.get(name) for name in ("evaluate", "partition")}
     old = {(name, key): value for name, table in tables.items() if isinstance(table, Mapping)
@@ -82,17 +82,17 @@ def _literal(value: object) -> str:
 def update_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded experiment document with the current names of its keys, values and analyses.
 
-    Recorded documents of run directories, records and held-out federations are converted in this way. An old name in a
-    new file is rejected instead.
+    Documents that were recorded in run directories, records and held-out federations are converted in this way. In
+    contrast, an old name in a new file is rejected.
     """
     return _translate(move_analyses(document), "", back=False)
 
 
 def restore_document(document: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """Return a document, or its table called ``place``, with the original names of its keys and values.
+    """Return a document, or its table called ``place``, with its keys and values renamed back to their original names.
 
-    Digests of records and fingerprints of checkpoints are computed from this form, so renaming a key does not
-    invalidate them.
+    Digests of records and fingerprints of checkpoints are computed from this form, so that they remain valid if a key
+    is renamed.
     """
     return _translate(document, place, back=True)
 
@@ -103,12 +103,12 @@ def restore_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded dotted keys and their values with the current names."""
+    """Return recorded dotted keys, renamed to their current names, and their values."""
     return _translate_dotted(numbers, back=False)
 
 
 def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str, Any]:
-    """Translate a table and its subtables to the current names, or back to the original names if ``back`` is set."""
+    """Translate a table and its subtables to the current names, or to the original names if ``back`` is set."""
     kind = table.get("kind", table.get("source"))
     kinds = RENAMED_VALUES.get((place, "kind"), {})
     names = {**RENAMED_KEYS.get(place, {}), **RENAMED_KEYS.get(f"{place} {kinds.get(str(kind), kind)}", {})}
@@ -125,7 +125,7 @@ def _translate(table: Mapping[str, Any], place: str, *, back: bool) -> dict[str,
 
 
 def _translate_value(value: Any, place: str, name: str, *, back: bool) -> Any:
-    """Translate the value of a key: a table, a list of tables, a dict of dotted keys, or a renamed value."""
+    """Translate the value of a key, which is a table, a list of tables, a dict of dotted keys, or a renamed value."""
     inner = _place_of(place, name)
     if isinstance(value, Mapping):
         if (place, name) == ("method", "choose"):
@@ -163,9 +163,9 @@ def _translate_dotted(keys: Mapping[str, Any], *, back: bool) -> dict[str, Any]:
 
 
 def _place_of(place: str, name: str) -> str | None:
-    """Return the location under which keys of the tables inside a key are listed in `RENAMED_KEYS`.
+    """Return the name under which `RENAMED_KEYS` lists the keys of the tables inside a key.
 
-    Return None if no key of these tables was ever renamed.
+    Return None if no key in these tables was ever renamed.
     """
     if place in ("", "method", "grid") and name in _TABLE_NAMES:
         return name

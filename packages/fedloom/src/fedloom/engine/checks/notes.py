@@ -27,7 +27,7 @@ UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed d
 GLOBAL_DRAWS_NOTE = f"code at the server draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
 
 UNSEEDED_DRAWS = 2
-"""Number of equal calls of a user's sampler, whose cohorts may be equal by chance."""
+"""Number of equal calls of a user-defined sampler, whose cohorts may be equal by chance."""
 
 
 def notes_of(
@@ -57,7 +57,7 @@ def notes_of(
 
 
 def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
-    """Note a user's sampler that draws other clients in two equal calls."""
+    """Note a user-defined sampler that draws different clients in two equal calls."""
     if sampler.probes or type(sampler).__module__.startswith("fedloom."):
         return []
     cohorts = list[list[int]]()
@@ -74,7 +74,7 @@ def _unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
 
 
 def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Note an attack without attackers, an attack on all clients, and an attack that has no effect."""
+    """Note an attack without any attackers, an attack on all clients, or an attack that has no effect."""
     attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
     if attack is None or not attack.fraction:
         return notes
@@ -91,7 +91,7 @@ def _attacked(setting: Setting, attackers: Tensor, n: int) -> list[str]:
 
 
 def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
-    """Note that a trusted client is an attacker, or that it may be absent from a round."""
+    """Note that a trusted client is an attacker, or that it may be absent from some rounds."""
     rule = setting.aggregator
     if not isinstance(rule, FLTrust):
         return []
@@ -101,7 +101,7 @@ def _trusted(setting: Setting, attackers: Tensor, fewest: int | None, n: int) ->
 
 
 def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
-    """Note that with absent clients, the server moves further than the aggregation rule's result for all clients."""
+    """Note that with absent clients, the server moves further than the aggregate over all clients."""
     method, rule = setting.method, setting.aggregator
     steps_by_itself = method.counting_option and not method.counts_absent
     if rule is None or rule.linear or not steps_by_itself or fewest == n:
@@ -115,7 +115,7 @@ def _overstepped(setting: Setting, fewest: int | None, n: int) -> list[str]:
 
 
 def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
-    """Note client weights or aggregation weights that have no effect on the average of the uploads."""
+    """Add a note about client weights or aggregation weights that have no effect on the average of the uploads."""
     method, weigher, aggregator, weights = (
         setting.method,
         setting.aggregation_weights,
@@ -158,7 +158,7 @@ def _unweighed(setting: Setting, server: Fields, ctx: Ctx) -> list[str]:
 
 
 def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
-    """Note how the statistics of normalization layers are treated, since they are not parameters."""
+    """Note how the statistics of normalization layers are treated, because these statistics are not parameters."""
     notes, names = list[str](), batch_norm_layers(oracle.module)
     if names:
         some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -180,7 +180,7 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """Note that the model ends with a softmax although the loss already applies one."""
+    """Note that the model ends with a softmax although the loss already applies a softmax."""
     last = [*oracle.module.modules()][-1]
     if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
         return []
@@ -249,7 +249,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _idle(setting: Setting) -> list[str]:
-    """Note options that have no effect because of the value of another option."""
+    """Note options that have no effect because of the value of a different option."""
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
@@ -277,7 +277,7 @@ def _idle(setting: Setting) -> list[str]:
 
 
 def changes_nothing(keys: list[str]) -> str:
-    """Return a sentence which says that these keys have no effect."""
+    """Return a sentence that says that these keys have no effect."""
     return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 

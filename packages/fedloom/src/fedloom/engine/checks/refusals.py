@@ -1,4 +1,4 @@
-"""Rejection of combinations of parts that do not work together."""
+"""Rejection of combinations of parts that are incompatible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.rows.channels import Channel
 from fedloom.values import kind_of
 
 _WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
-"""Pattern of a message that ends with advice: the reason, followed by the fix."""
+"""Pattern of a message that ends with advice: the reason, followed by the advice."""
 _DOTTED_KEY_PATTERN = re.compile(
     r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?"
 )
@@ -30,10 +30,10 @@ _DOTTED_KEY_PATTERN = re.compile(
 
 @contextmanager
 def ruled(rule: str) -> Iterator[None]:
-    """Add a rule to errors raised inside the block, and use the last sentence of their message as the fix.
+    """Add a rule to errors raised inside the block, and use the last sentence of their message as the advice.
 
     Raises:
-        ConfigError: the block raised this error, which now names the rule.
+        ConfigError: an error was raised inside the block. The error now names the rule.
     """
     try:
         yield
@@ -51,7 +51,7 @@ NOT_EVALUATED = "trained, but not evaluated because there is no test row"
 
 
 def check_width(method: Algorithm, upload: Fields, weigher: Weigher, sampler: Sampler, d: int) -> None:
-    """Raise an error if a weigher or sampler reads clients' models but the method does not upload whole models.
+    """Raise an error if a weigher or sampler reads clients' models, but the method does not upload complete models.
 
     Raises:
         ConfigError: the parts cannot be combined. The message states the reason.
@@ -287,7 +287,7 @@ def check_early_stop(setting: Setting, fed: Federation) -> None:
     """Raise an error if the part of the data that early stopping watches is empty or not evaluated.
 
     Raises:
-        ConfigError: the part is empty or not evaluated. The message states the reason.
+        ConfigError: the part is empty or is not evaluated. The message states the reason.
     """
     rule = setting.early_stop
     if rule is None:
@@ -321,9 +321,9 @@ def check_root(aggregator: Aggregator | None, n: int) -> None:
 
 
 def check_tested(setting: Setting, fed: Federation) -> list[str]:
-    """Raise an error if a run would evaluate nothing although the user did not ask for this.
+    """Raise an error if a run would not evaluate anything although the user did not request this.
 
-    If the user did ask for it, return a note.
+    If the user did request it, return a note.
 
     An empty test part is intended if the partition has ``test = 0``, or if the clients were passed without test rows.
 
@@ -344,7 +344,7 @@ def check_tested(setting: Setting, fed: Federation) -> list[str]:
 
 
 def initial(method: Algorithm, x0: Tensor, ctx: Ctx) -> tuple[Fields, Fields, Fields | None]:
-    """Return the states from `Algorithm.init` after checking their types and shapes.
+    """Check the types and shapes of the states that `Algorithm.init` returns, and return these states.
 
     The check is needed because user code may return anything.
     """

@@ -21,28 +21,29 @@ from fedloom.models.parts import penultimate
 from fedloom.schedule import FORWARD_COST, Deadline, OverSelection, Stream, Synchronous
 
 MAX_DRAWS = 20_000_000
-"""Maximum number of client draws (clients times rounds) in the check of the cohorts. If a run has more, only its first
-rounds are checked."""
+"""Maximum number of client draws (clients times rounds) when the cohorts are checked. If a run has more draws, only its
+first rounds are checked."""
 
 Start = tuple[Fields, Fields, Fields | None]
 """States before round 1: of the server, of a client, and of the fields that the server stores for a client."""
 
 
 def check_cohorts(setting: Setting, ctx: Ctx, silent: Tensor | None) -> None:
-    """Draw the cohort of every round, and raise an error if one is too small for the aggregation rule or the schedule.
+    """Draw the cohort of every round, and raise an error if one is too small for the aggregation rule or schedule.
 
-    The cohorts are those of the run itself, because they depend only on its seed. A sampler that learns from uploads
-    draws as if it had not learned anything yet. A sampler that queries clients is not checked, because all its cohorts
-    have the same size.
+    The cohorts are the same as in the run itself, because they depend only on its seed. The cohorts of a sampler that
+    learns from uploads are drawn as if the sampler had not learned anything yet. A sampler that queries clients is not
+    checked, because all its cohorts have the same size.
 
     Args:
         setting: setting of the run, with presets resolved.
         ctx: context of all clients, before round 1.
-        silent: bool mask ``[n]`` of the clients whose devices never answer. None if the run simulates no devices.
+        silent: bool mask ``[n]`` of the clients whose devices never answer. None if no devices are simulated in the
+            run.
 
     Raises:
-        ConfigError: a cohort is too small. The message states the requirement that fails, the round and the number of
-            clients.
+        ConfigError: a cohort is too small. The message states the requirement that is violated, the round and the
+            number of clients.
     """
     rule, schedule, sampler = setting.aggregator, setting.schedule, setting.sampler
     watches = rule is not None and not (rule.linear or isinstance(schedule, Stream)) and _may_fail(setting, ctx.n)
@@ -88,7 +89,7 @@ def _draws_of(sampler: Sampler, ctx: Ctx) -> object:
 
 
 def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> None:
-    """Raise an error if a round waits for more clients than have devices that answer."""
+    """Raise an error if a round waits for more clients than there are clients with devices that answer."""
     schedule, lost = setting.schedule, cohort[silent[cohort]].tolist()
     enough = schedule.enough(len(cohort)) if isinstance(schedule, OverSelection) else len(cohort)
     if len(cohort) - len(lost) < enough:
@@ -100,10 +101,10 @@ def _check_answers(setting: Setting, t: int, cohort: Tensor, silent: Tensor) -> 
 
 
 def check_times(problem: JobFacts, start: Start) -> None:
-    """Train the fastest client for one round, and raise an error if no client meets the deadline or timeout.
+    """Train the fastest client for one round, and raise an error if even it cannot meet the deadline or timeout.
 
     A client needs at least the time for training on its device, for its upload, and for the latency of two messages.
-    Periods of absence can only add to this time. Clients with fewer samples are assumed to need proportionally less
+    Periods of absence can only increase this time. Clients with fewer samples are assumed to need proportionally less
     training time.
 
     Args:
@@ -145,7 +146,7 @@ def check_times(problem: JobFacts, start: Start) -> None:
 
 
 def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let one client take a step, and raise an error if the model or the data lack a head, layers or classes.
+    """Let one client take a step, and raise an error if the model has no head or layers, or the data no classes.
 
     Args:
         setting: setting of the run, with presets resolved.
@@ -154,7 +155,8 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
         start: states before round 1.
 
     Raises:
-        ConfigError: the method, the client weights or the weigher need something that the model or the data lack.
+        ConfigError: the method, the client weights or the weigher need something that the model or the data do not
+            provide.
     """
     module, method, data = oracle.module, setting.method, oracle.fed.data
     try:
@@ -181,7 +183,7 @@ def check_layers(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> N
 
 
 def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) -> None:
-    """Let one client take a step in each of two rounds, because a method may use results of the previous round."""
+    """Let one client take a step in each of two rounds, because a method may use results from the previous round."""
     method, one = setting.method, ctx._replace(m=1, ids=ctx.ids[:1])
     for round in (1, 2):
         work = Work(oracle, one.ids, ctx.weight[:1].to(oracle.device), ctx.local, steps=1, round=round)
@@ -199,14 +201,15 @@ def _play_two_rounds(setting: Setting, oracle: Network, ctx: Ctx, start: Start) 
 
 
 def rehearse(problem: JobFacts, start: Start) -> None:
-    """Find errors before round 1 that would otherwise occur in a later round.
+    """Find errors before round 1 that would otherwise occur only in a later round.
 
     Args:
         problem: the run.
         start: states before round 1.
 
     Raises:
-        ConfigError: a cohort is too small for the aggregation rule or the schedule, or no client meets a time limit.
+        ConfigError: a cohort is too small for the aggregation rule or the schedule, or every client exceeds a time
+            limit.
     """
     silent = None if problem.fleet is None else ~problem.fleet.seconds.isfinite()
     if problem.replay.cohorts is None:

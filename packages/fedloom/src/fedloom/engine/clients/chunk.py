@@ -23,8 +23,8 @@ class ClientState(NamedTuple):
 
     Attributes:
         rows: client states of the method ``[m, .]``.
-        residue: parts of the differences that the channel has not sent yet. None without a channel.
-        optimizer: states of the local optimizers. None if they are not stored.
+        residue: portion of the updates that the channel has not sent yet. None if there is no channel.
+        optimizer: states of the clients' local optimizers. None if these states are not stored.
     """
 
     rows: Fields
@@ -40,18 +40,18 @@ class ClientState(NamedTuple):
 
 
 class ClientOutput(NamedTuple):
-    """Messages of a chunk's clients, and the new state that is stored if the messages are accepted.
+    """Messages from the clients of a chunk, and the new state that is stored if the messages are accepted.
 
     Attributes:
         upload: upload after the channel has transformed it.
-        state: new state of the clients. It contains only the states that are stored on this side (server or client).
-        work: number of backward samples, forward samples and steps of each client ``[m, 3]``.
-        weigher_answer: answers ``[m, k]`` to the weigher's query, or None if it sends no query.
+        state: new state of the clients. It contains only the states that this side (server or client) stores.
+        work: number of samples in backward passes, samples in forward passes and steps of each client ``[m, 3]``.
+        weigher_answer: answers ``[m, k]`` to the weigher's query, or None if the weigher sends no query.
         sampler_report: reports ``[m, k]`` to the sampler, or None if clients report nothing.
         model: the sent primary field as absolute models ``[m, d]``, or None if the server does not need it.
-        trained: local models ``[m, .]`` contained in the upload, or None if no attacker reads them.
-        sent: upload as it is encoded, if the message contains the change from the received model instead of an absolute
-            model.
+        trained: local models ``[m, .]`` contained in the upload, or None if no attacker reads these models.
+        sent: upload in the form in which it is encoded, if the message contains the change from the received model
+            instead of an absolute model.
     """
 
     upload: Fields
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
 
 
 def train_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> ChunkResult:
-    """Train a chunk of honest clients, and store the states of clients whose uploads are accepted.
+    """Train the honest clients of a chunk, and store the states of the clients whose uploads are accepted.
 
     Raises:
         ClientError: the method's code failed.
@@ -87,7 +87,7 @@ class Computed(NamedTuple):
 
     Attributes:
         down: download of the clients.
-        output: messages and new states of the clients.
+        output: messages and new states that the clients produced.
         counts: work and traffic ``[m, 7]`` (see `CLIENT_COUNTS`).
     """
 
@@ -97,7 +97,7 @@ class Computed(NamedTuple):
 
 
 def compute_chunk(job: Job, down: Fields, server: Fields, task: TrainTask) -> Computed:
-    """Train a chunk of honest clients without storing anything. The server processes the results later.
+    """Train a chunk of honest clients without storing anything. The server processes the results later on.
 
     Raises:
         ClientError: the method's code failed.
@@ -136,7 +136,7 @@ def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
 
 
 def inputs_of(job: Job, down: Fields, task: TrainTask) -> Inputs:
-    """Return the inputs of a chunk's clients."""
+    """Return the inputs of the clients in a chunk."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
     return Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
@@ -160,7 +160,7 @@ def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Fields, Fields]:
 
 
 def _fault(job: Job, inputs: Inputs, returned: object) -> str:
-    """Return a sentence that describes how the result of a client step is malformed, or "" if it is valid."""
+    """Return a sentence that describes why the result of a client step is malformed, or "" if the result is valid."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
     up, new = returned
@@ -178,7 +178,7 @@ def _fault(job: Job, inputs: Inputs, returned: object) -> str:
 
 
 def output_of(job: Job, inputs: Inputs, upload: Fields, rows: Fields) -> ClientOutput:
-    """Collect the clients' answers to the weigher and the sampler, and apply the channel to the upload."""
+    """Collect the clients' answers that the weigher and the sampler read, and apply the channel to the upload."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
     answer = report = model = residue = sent = None
@@ -218,10 +218,10 @@ def decoded(job: Job, inputs: Inputs, upload: Fields) -> Tensor:
 
 
 def _optimizer_states(job: Job, work: Work) -> Fields | None:
-    """Return the clients' optimizer states after training, or None if they are not stored.
+    """Return the clients' optimizer states after training, or None if these states are not stored.
 
     Raises:
-        ConfigError: the method calls `descend` with a stream that it did not use in its first round.
+        ConfigError: the method calls `descend` with a stream that was not used in its first round.
     """
     if work.memory is None or job.memory is None:
         return None
@@ -244,16 +244,17 @@ def accept(
     counts: Tensor | None = None,
     applied: Fields | None = None,
 ) -> ChunkResult:
-    """Check the uploads of a chunk on the server's side, sum them, and store the states of accepted clients.
+    """Check the uploads of a chunk on the server side, sum them, and store the states of accepted clients.
 
     Args:
         job: the run.
         server: the server's state.
-        task: clients that were trained.
+        task: task whose clients were trained.
         down: download of the clients.
-        output: messages and new states of the clients.
+        output: messages and new states that the clients produced.
         counts: work and traffic of the clients ``[m, 7]``. None to count them here.
-        applied: uploads after adapting them to the current state of the server. None to use the uploads as sent.
+        applied: uploads after adapting them to the current state of the server. None to use the uploads in the form in
+            which they were sent.
     """
     upload = output.upload
     counts = computed(job, server, task.ids, down, output).counts if counts is None else counts

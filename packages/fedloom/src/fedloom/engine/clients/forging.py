@@ -24,16 +24,16 @@ def forge(job: Job, down: Fields, server: Fields, task: TrainTask, honest: Tenso
 def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Fields, ClientOutput]:
     """Return the attackers' downloads and their forged uploads.
 
-    The attack produces models, and the method encodes these models (`Algorithm.encode`), so that a forged model has the
-    same effect on the server, no matter in which form the method sends models.
+    The attack produces models, and the method encodes these models (`Algorithm.encode`). A forged model therefore has
+    the same effect on the server, no matter in which form the method sends models.
 
     Args:
-        job: the run as the server knows it.
+        job: the run from the server's point of view.
         down: download of the cohort.
         task: attackers of the cohort, and their training in this round.
-        honest: models ``[h, d]`` of the honest clients, for attacks that can see them. None if there are no such
+        honest: models ``[h, d]`` of the honest clients, for attacks that can read them. None if no attack needs these
             models.
-        m: number of clients in the cohort, attackers included.
+        m: number of clients in the cohort, including attackers.
     """
     assert isinstance(job.setting.attack, Forgery)
     inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
@@ -58,9 +58,9 @@ def forged(job: Job, down: Fields, task: TrainTask, honest: Tensor | None, m: in
 
 
 def encoded(job: Job, inputs: Inputs, models: Tensor, idle: tuple[Fields, Fields]) -> tuple[Fields, Fields]:
-    """Return the upload and the new states of clients whose training ended at the models ``models [m, .]``.
+    """Return the uploads and the new states of clients whose training ended at the models ``models [m, .]``.
 
-    ``idle`` contains the upload and the states that these clients return without taking a step.
+    ``idle`` contains the uploads and states that these clients return if they take no step.
     """
     down, rows, work = inputs
     with attribute_error("method", job.algorithm, f"round {work.round}"):

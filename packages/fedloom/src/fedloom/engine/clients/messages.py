@@ -1,4 +1,4 @@
-"""Encoding of a method's downloads and uploads, both for counting bytes in a simulation and for real sites."""
+"""Encoding of a method's downloads and uploads, used to count bytes in simulations and to talk to real sites."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Letter(NamedTuple):
     Attributes:
         codec: codec that encodes the message.
         values: fields of shape ``[m, .]``, or ``[.]`` if all clients receive the same values.
-        ranks: ranks of low-rank matrices. None if they are unknown.
+        ranks: ranks of low-rank matrices. None if these values are unknown.
     """
 
     codec: Codec
@@ -37,9 +37,9 @@ class Letter(NamedTuple):
     ranks: Mapping[str, Any] = {}
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Return the number of bytes per client (``[m]`` or ``[1]``), and this number as papers count it.
+        """Return the number of bytes per client (``[m]`` or ``[1]``), and this number by the papers' way of counting.
 
-        Both are 0 if there is nothing to send.
+        Both numbers are 0 if there is nothing to send.
         """
         if not self.values:
             return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
@@ -53,7 +53,7 @@ class Letter(NamedTuple):
         """Decode one client's message into tensors with the shapes of `values`.
 
         Raises:
-            WireError: the bytes are not a message of this form.
+            WireError: the bytes do not encode a message of this form.
         """
         fields = self.codec.decode(message)
         return {name: fields[name].view(like.shape) for name, like in self.values.items()}
@@ -66,7 +66,7 @@ class Messages:
         algorithm: the method.
         layout: layout of the method's models.
         device: device on which the uploads are computed.
-        channel: channel that uploads pass through, or None.
+        channel: channel through which uploads pass, or None.
         mixed: True if a mixer sends a different model to every client, so that the method's own encoding does not
             apply.
     """
@@ -114,7 +114,7 @@ class Messages:
         return self._letter("down", message._asdict(), ranks)
 
     def up(self, message: Fields, answers: Mapping[str, Tensor] | None = None) -> Letter:
-        """Return an upload and its answers ``[m, k]``, with the channel's output as a single field, and the codec."""
+        """Return an upload with the channel's output as a single field, its answers ``[m, k]``, and the codec."""
         values = message._asdict()
         if self._channel is not None and message:
             values = {n: v for n, v in values.items() if n not in self._through} | {UPDATE_FIELD: self.update(message)}
@@ -133,14 +133,15 @@ class Messages:
     def changed(self) -> str:
         """Name of the absolute upload field that the channel processes as a change from the received model, or "".
 
-        This way, the channel always clips, compresses or adds noise to a change, no matter what the method uploads.
+        In this way, the channel always clips, compresses or adds noise to a change, regardless of what the method
+        uploads.
         """
         absolute = (name for name, kind in self._kinds.items() if kind.primary and kind.base == "zero")
         return "" if self._channel is None else next(absolute, "")
 
     @property
     def sends_change(self) -> bool:
-        """True if the message contains a change instead of the absolute field, because the channel is a compressor."""
+        """True if the message contains a change rather than the absolute field, because the channel is a compressor."""
         return bool(self.changed) and self._channel is not None and self._channel.remembers
 
     @property
@@ -148,7 +149,7 @@ class Messages:
         """True if compression is applied to the change since the client's last upload, which both sides store.
 
         Parts that compression omits are then contained in the next change (EF21: Richtarik, Sokolov and Fatkhullin,
-        NeurIPS 2021, arXiv:2106.05203, Algorithm 1), so nothing is omitted once the uploads converge.
+        NeurIPS 2021, arXiv:2106.05203, Algorithm 1), so that nothing is omitted once the uploads converge.
         """
         return self.sends_change and self._kinds[self.changed].keeps
 
@@ -161,12 +162,12 @@ class Messages:
         return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Fields) -> Tensor:
-        """Return the channel's input ``[m, D]``, which concatenates the sent coordinates of all its fields."""
+        """Return the channel's input ``[m, D]``, the concatenation of the sent coordinates of all its fields."""
         pieces = {name: getattr(up, name) for name in self._through}
         return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
 
     def replace_update(self, up: Fields, update: Tensor) -> Fields:
-        """Replace the values returned by `update` in an upload."""
+        """Replace the values in an upload that `update` returned."""
         fields = {name: getattr(up, name) for name in self._through}
         widths = [int(self.masks[n].sum()) if n in self.masks else f.shape[1] for n, f in fields.items()]
         for (name, old), new in zip(fields.items(), update.split(widths, 1), strict=True):
@@ -192,7 +193,7 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Return the upload fields that pass through a channel, which are all fields except those that must stay exact.
+    """Return the upload fields that pass through a channel. These are all fields except those that must stay exact.
 
     A compressor processes only the model and the fields that are differences.
     """
@@ -203,7 +204,7 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 
 def idle_upload(method: Algorithm, start: tuple[Fields, Fields, Fields | None], oracle: Network, ctx: Ctx) -> Fields:
-    """Return the upload of a client that takes no training step. All fields have their full widths."""
+    """Return the upload of a client that takes no training step. All fields have their full width."""
     weight = ctx.weight[:1].to(oracle.device)
     return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], weight, ctx.local).idle())
 

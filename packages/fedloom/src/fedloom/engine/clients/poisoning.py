@@ -1,4 +1,4 @@
-"""Attacks on samples: label poisoning by attackers, and backdoors with test samples that measure their success."""
+"""Attacks on samples: attackers poison labels, and backdoors are measured on special test samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.rows.attacks import Backdoor, Poison
 from fedloom.seeds import generator
 
 TRIGGERED_PARTS = {"validation": "triggered validation", "test": "triggered test"}
-"""Names of additional data parts, which contain copies of a part's samples with the trigger of a backdoor."""
+"""Names of additional data parts, which contain copies of samples from another part with the trigger of a backdoor."""
 
 
 def poisoned(fed: Federation, attack: Poison | Backdoor, attackers: Tensor, seed: int) -> Federation:
@@ -55,7 +55,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
     These parts contain no samples of the target class.
 
     Raises:
-        ConfigError: the task has no classes, or the data lack the target class or the columns of the trigger.
+        ConfigError: the task has no classes, or the data do not contain the target class or the columns of the trigger.
     """
     data, parts = fed.data, dict(fed.parts)
     if data.labels is None or data.vocabulary:

@@ -25,15 +25,15 @@ from fedloom.values import kind_of
 def regrouped(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
     """Cluster the clients again if this is due before the next round.
 
-    The clients send their activations under the global model, as they do before round 1. The new clusters may change
-    the clients' weights. Weighted sums that the server keeps (over stored or accumulated uploads) are then recomputed
-    with the new weights. The new weights affect the server's model from its next step on.
+    The clients send their activations under the global model, in the same way as before round 1. The new clusters may
+    change the clients' weights. Weighted sums that the server keeps (over stored or accumulated uploads) are then
+    recomputed with the new client weights. The new weights affect the server's model from the next step on.
 
     Returns:
         The run with the current client weights, and the state from which it continues.
 
     Raises:
-        RunStopped: the activations are not finite.
+        RunStopped: some of the activations are not finite.
     """
     period, t = period_of(job.setting.client_weights), state.round + 1
     job = job.replace_shares(state.shares)

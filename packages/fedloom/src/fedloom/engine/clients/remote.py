@@ -34,13 +34,13 @@ T = TypeVar("T")
 class RemoteClients(ABC):
     """Clients on other machines, with the interface of `fedloom.processes.clients.Clients`.
 
-    Each client is a chunk of its own.
+    Each client forms its own chunk.
 
-    A subclass implements `train_each`, `ask_each` and `score_each`, which send the requests. Their results leave out
-    clients that did not send a usable reply.
+    A subclass implements `train_each`, `ask_each` and `score_each`, which send the requests. The results omit clients
+    that did not send a usable reply.
 
     Args:
-        job: the run as the server knows it.
+        job: the run from the server's point of view.
         sizes: numbers of training, validation and test samples of each client ``[n, 3]``.
 
     Attributes:
@@ -58,7 +58,7 @@ class RemoteClients(ABC):
         The outputs do not contain the model as a separate value.
 
         Raises:
-            RunStopped: too few clients replied.
+            RunStopped: fewer clients replied than the run requires.
         """
 
     @abstractmethod
@@ -73,16 +73,16 @@ class RemoteClients(ABC):
         """
 
     def can_train(self, client: int) -> bool:
-        """Return True if a client has training samples, so that it can be asked to train."""
+        """Return True if a client has training samples and can therefore be asked to train."""
         return bool(self._sizes[client, 0])
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
         """Train the requested clients, and yield their results.
 
-        The round continues without clients that have no samples or send no usable reply.
+        The round continues without clients that have no samples or do not send a usable reply.
 
         Raises:
-            RunStopped: too few clients replied for the network's rule or the aggregator.
+            RunStopped: fewer clients replied than the network's rule or the aggregator requires.
         """
         places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
         received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
@@ -109,7 +109,7 @@ class RemoteClients(ABC):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Yield the metrics of the models on each client's own samples.
 
-        The metrics of a client that does not answer are NaN.
+        If a client does not answer, its metrics are NaN.
         """
         figures = self.score_each(request)
         scores: Scores = {}
@@ -139,7 +139,7 @@ class RemoteClients(ABC):
                 raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
 
     def add_model(self, output: ClientOutput, down: Fields) -> ClientOutput:
-        """Add the client's model to the output if the server's side reads it."""
+        """Add the client's model to the output if the server side reads it."""
         name = self._job.model_field
         if not name or self._job.fields[name].base.startswith("rows."):
             return output
@@ -150,7 +150,7 @@ class StreamedClients(RemoteClients):
     """Clients that are asked individually and may reply at any time (see `fedloom.engine.virtual.real`).
 
     Attributes:
-        patience: number of seconds that a run waits while no client is available before it ends.
+        patience: maximum number of seconds that a run waits while no client is available. After that, the run ends.
         longest: maximum number of seconds that the server waits for a client's reply.
     """
 
@@ -163,11 +163,11 @@ class StreamedClients(RemoteClients):
 
     @abstractmethod
     def seconds(self) -> float:
-        """Return the elapsed seconds of the run, without the time during which no server was running."""
+        """Return the elapsed seconds of the run, excluding the time during which no server was running."""
 
     @abstractmethod
     def pause(self) -> None:
-        """Wait for a short time."""
+        """Wait briefly before the next attempt."""
 
     @abstractmethod
     def present(self) -> AbstractSet[int]:

@@ -1,4 +1,4 @@
-"""Evaluation of models on a chunk of clients: on the clients' own data and the common test set, plus model sizes."""
+"""Evaluation of models for a chunk of clients, on the clients' own data and the common test set, plus model sizes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from fedloom.rows.proxes import find_form
 from fedloom.tasks.calibration import recalibrated
 
 WORK_KEY = ("", "")
-"""Key in `Scores` for the number of backward and forward samples that each client's personal model cost."""
+"""Key in `Scores` for the number of backward and forward samples that each client's personal model required."""
 MAX_RANK_OPERATIONS = 2e9
-"""Maximum number of multiply-adds for computing singular values in one evaluation. Ranks are not reported if the models
-need more."""
+"""Maximum number of multiply-adds for computing singular values in one evaluation. Ranks are not reported if the
+computation would need more."""
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
     """Return a mask ``[n]`` of the clients for which the hybrid model is the global model.
 
-    A client uses its personal model unless the global model is strictly better on its part ``select_on``. If this part
-    is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal model are not
-    finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines which metric is compared.
+    A client uses its personal model unless the global model is strictly better on the client's part ``select_on``. If
+    this part is empty, the client uses its personal model (FLAME, model selection). If the outputs of the personal
+    model are not finite, the client uses the global model. `fedloom.metrics.TASK_ROLES` defines which metric is
+    compared.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
@@ -45,7 +46,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:
     """Return the scores of the hybrid model on each part, taken from the scores of the global and personal models.
 
-    The result is empty if either of these models has no scores.
+    The result is empty if at least one of these models has no scores.
     """
     if not {("global", select_on), ("personal", select_on)} <= scores.keys():
         return {}
@@ -95,8 +96,8 @@ def _scores(job: Job, down: Fields | None, global_model: Tensor | None, task: Sc
 def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
     """Return the clients' personal models ``[m, d]``.
 
-    A client that has never participated first trains once from the initial client state. Before round 1, it trains only
-    if `Evaluate.personal_at_start` is True.
+    A client that has never participated is first trained once from the initial client state. Before round 1, such a
+    client trains only if `Evaluate.personal_at_start` is True.
 
     Raises:
         ClientError: the method's code failed.
@@ -105,7 +106,7 @@ def personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> Tensor:
 
 
 def _personal_models(job: Job, down: Fields, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the models of `personal_models` and the number of backward and forward samples they cost ``[m, 2]``."""
+    """Return the models of `personal_models`, and the numbers of backward and forward samples used ``[m, 2]``."""
     fresh = ~job.clients.occupied[ids]
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
@@ -165,7 +166,7 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
 def part_outputs(job: Job, models: Tensor, ids: Tensor, cohort: Tensor) -> Callable[[str], Pass]:
     """Return a function that evaluates ``models`` (one ``[d]``, or one per client ``[m, d]``) on a part of the clients.
 
-    A global model uses the cohort's statistics in normalization layers, or each client's own (see
+    In normalization layers, a global model uses either the statistics of the cohort or each client's own (see
     `Evaluate.batchnorm_stats`). The outputs are recalibrated if the objective defines a recalibration
     (`Objective.line`).
     """
@@ -216,7 +217,7 @@ def final_outputs(job: Job, state: State, kind: str) -> Pass:
 
 
 def line_of(job: Job, fitted: Pass) -> Tensor:
-    """Return the slope and intercept of each client's recalibrated outputs, ``[m, 2]`` (see `Objective.line`)."""
+    """Return the slope and intercept ``[m, 2]`` that recalibrate each client's outputs (see `Objective.line`)."""
     outputs, index, sizes = fitted
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.setting.task.line(outputs, job.eval_fed.targets(index), owner, len(sizes))
@@ -228,12 +229,12 @@ def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
 
 
 def common_test(fed: Federation, scored: Tensor) -> Tensor:
-    """Return the indices of the source's test set, or else of all test samples of the clients ``scored``."""
+    """Return the indices of the source's test set or, if it has none, of all test samples of the clients ``scored``."""
     return fed.gather("test", scored)[0] if fed.test is None else fed.test
 
 
 def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-    """Return metrics per client for samples that are ordered by client."""
+    """Return metrics for each client from samples that are ordered by client."""
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
     return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
@@ -245,9 +246,9 @@ def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
 
 
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
-    """Return measures of the size of the models ``rows [m, d]`` of a composite method, each float64 ``[m]``.
+    """Return measures of the size of the models ``rows [m, d]`` of a composite method, each as float64 ``[m]``.
 
-    The result is empty for other methods.
+    For other methods, the result is empty.
 
     ``nonzeros`` is the number of nonzero parameters. If a prox creates low ranks and the ranks are cheap to compute,
     two more measures follow: ``rank`` is the sum of the numerical ranks of a model's matrices, and ``factorised`` is

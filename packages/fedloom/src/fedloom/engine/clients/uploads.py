@@ -24,7 +24,7 @@ from fedloom.processes.clients import CLIENT_COUNTS, SumResult, TrainResult
 SUM_PREFIX, LAST_VALUE_PREFIX = "summed.", "at."
 """Prefixes of entries in an aggregator's state: sums of changes, and the last aggregates of these sums."""
 CONVERTED_ELEMENTS = 1 << 16
-"""Number of elements that are converted at a time, so that they stay in the processor's cache until they are added."""
+"""Number of elements converted at a time, so that they stay in the processor's cache until they are added."""
 
 
 class RowsField:
@@ -33,7 +33,7 @@ class RowsField:
     Args:
         name: name of the field.
         kind: kind of the field.
-        before: sum over all clients of the rows that the server stores, for a stored field.
+        before: sum over all clients of the rows that the server stores, for a field with stored rows.
     """
 
     def __init__(self, name: str, kind: Kind, before: Tensor | None = None) -> None:
@@ -62,7 +62,7 @@ class RowsField:
 
 
 class GatheredMean(RowsField):
-    """Upload field of kind `fedloom.algorithms.Mean` whose rows are gathered for the weigher or a robust rule."""
+    """Upload field of kind `fedloom.algorithms.Mean` whose rows are gathered for the weigher or for a robust rule."""
 
     def finish(self, cohort: Uploads) -> Tensor:
         rows = torch.cat(self.parts)
@@ -71,7 +71,7 @@ class GatheredMean(RowsField):
 
 
 class MeanField(RowsField):
-    """Upload field of kind `fedloom.algorithms.Mean`, which is summed chunk by chunk in double precision ``[d]``."""
+    """Upload field of kind `fedloom.algorithms.Mean`, which the server sums chunk by chunk in float64 ``[d]``."""
 
     def partial(self, up: Fields, kept: Fields | None, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
@@ -112,7 +112,7 @@ class KeptField(RowsField):
         return _divided(self.parts[0], divisor, cohort.job)
 
     def weighted(self, rows: Fields) -> Tensor:
-        """Multiply the field by the upload field that contains its weights, if there is one."""
+        """If there is an upload field that contains the weights of the field, multiply the field by it."""
         value: Tensor = getattr(rows, self.name)
         return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
@@ -129,7 +129,7 @@ def _divided(total: Tensor, divisor: float | Tensor, job: Job) -> Tensor:
 def _empty(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate an uninitialized vector.
 
-    On a CPU, NumPy allocates the memory, because its large arrays use pages of 2 MB, which are faster to touch.
+    On a CPU, NumPy allocates the memory, because it uses pages of 2 MB for large arrays, which are faster to touch.
     """
     dtype = dtype or like.dtype
     if like.device.type != "cpu" or dtype not in (torch.float32, torch.float64):
@@ -169,7 +169,7 @@ def server_sums(job: Job) -> dict[str, Tensor]:
 
 
 def share_change_sums(job: Job, before: Job) -> Fields:
-    """Return by how much each field's weighted sum ``[d]`` over all clients changes when the client weights change."""
+    """Return the change of each field's weighted sum ``[d]`` over all clients when the client weights change."""
     sums: list[Tensor] = [torch.zeros_like(row, dtype=torch.float64) for row in job.summed.template]
     step = job.masses / job.masses.sum() - before.masses / before.masses.sum()
     for ids in job.everyone.split(job.chunk) if sums else ():
@@ -188,8 +188,8 @@ class Uploads:
     Attributes:
         job: the run.
         ids: accepted clients, in the order of their results.
-        shares: weights of the accepted clients in the mean, float64 ``[m, 1]``. Clients whose uploads are already
-            contained in a sum have no entry.
+        shares: weights of the accepted clients in the mean, float64 ``[m, 1]``. If a client's upload is already
+            contained in a sum, the client has no entry.
         share: sum of these weights, added up in the order of the results.
         dropped: clients whose uploads are unusable.
         counts: total work and traffic ``[7]`` (see `CLIENT_COUNTS`).
@@ -222,7 +222,7 @@ class Uploads:
 
     @property
     def masses(self) -> Tensor:
-        """Weights of the accepted clients in fields that accumulate, float64 ``[m, 1]``."""
+        """Weights of the accepted clients for fields that accumulate, float64 ``[m, 1]``."""
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
@@ -230,14 +230,14 @@ class Uploads:
         return torch.cat(self._answers[name]) if name in self._answers else None
 
     def events(self, round: int) -> tuple[str, ...]:
-        """Return a tuple with one sentence about dropped uploads, or an empty tuple if there are none."""
+        """Return a tuple with one sentence about dropped uploads, or an empty tuple if no uploads were dropped."""
         dropped = self.dropped
         uploads = "unusable upload, of client" if len(dropped) == 1 else "unusable uploads, of clients"
         return (f"round {round}: dropped {len(dropped)} {uploads} {dropped[:8]}",) if dropped else ()
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Sums over all clients of the fields that the server stores."""
+        """Sums, over all clients, of the fields that the server stores."""
         return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(
@@ -246,7 +246,7 @@ class Uploads:
         """Aggregate the uploads. Return the input of the server, and the new states of the weigher and the aggregator.
 
         Raises:
-            RunStopped: the aggregator rejects the uploads, for example because there are too few.
+            RunStopped: the aggregator rejects the uploads, for example because there are too few of them.
         """
         job, combined = self.job, dict[str, Tensor]()
         if job.setting.aggregation_weights.probes:
@@ -261,13 +261,13 @@ class Uploads:
         return job.upload(*values), weigher, aggregator
 
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Apply a robust rule to the rows of the cohort, or to all rows that the server stores.
+        """Apply a robust rule to the rows of the cohort, or to all rows that are stored on the server.
 
         Return its results by field, and its new state.
 
         If the server accumulates changes of the clients' rows, the rule is applied to each client's sum, over all
         clients that have participated. The server then receives the change of the rule's value divided by `Ctx.part`.
-        Since the server multiplies by `Ctx.part`, its accumulated sum equals the rule's value.
+        Since the server multiplies by `Ctx.part`, its accumulated sum equals the result of the rule.
         """
         job, primary = self.job, self.job.primary
         if job.kept_fields:
@@ -300,7 +300,7 @@ class Uploads:
     def _combined(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Combine the rows of some clients with the aggregator, and return the results and the aggregator's new state.
+        """Combine the rows of some clients with the aggregator. Return the results and the aggregator's new state.
 
         A selection rule chooses rows by the primary field, or by the first field if there is no primary field.
         """
@@ -330,7 +330,7 @@ def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tupl
 
 
 def _check_combined(combined: Any, state: Any, rows: Mapping[str, Tensor]) -> None:
-    """Raise an error unless the aggregator returned one vector of floats per field, and a state of tensors."""
+    """Raise an error unless the aggregator returned one vector of floats for each field, and a state of tensors."""
     for what, values in (("the aggregates", combined), ("the state", state)):
         if not isinstance(values, dict) or not all(isinstance(value, Tensor) for value in values.values()):
             kinds = (

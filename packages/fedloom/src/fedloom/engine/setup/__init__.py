@@ -1,4 +1,4 @@
-"""Creation of a job: check a setting against its data, build the local problems, and allocate state."""
+"""Creation of a job: check a setting against its data, build the local problems, and allocate the state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedloom.storage.store import Store
 
 @undisturbed()
 def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
-    """Check a run against its federation, which builds the model but allocates no client state.
+    """Check a run against its federation. For this, the model is built, but no client state is allocated.
 
     Returns:
         The notes on the run that are known before its first round.
@@ -56,7 +56,7 @@ def make_job(
         setting: setting of the run.
         fed: clients and their data.
         folder: folder in which client states are stored. None keeps them in memory.
-        ranks: processes that run the job together. Each of them must make this call.
+        ranks: processes that run the job together. Each process must make this call.
         replay: given values that replace the run's own random draws.
 
     Raises:
@@ -100,13 +100,14 @@ def make_problem(
 ) -> tuple[JobFacts, InitialState]:
     """Create a run's problem without allocating storage for client states.
 
-    This takes three steps, which determine the participating clients, their local problems, and the method's states.
+    This is done in three steps, which determine the participating clients, their local problems, and the method's
+    states.
 
     Args:
         setting: setting of the run.
         fed: clients and their data.
         replay: given values that replace the run's own random draws.
-        finds: True to compute the clusters on which client weights are based, which lets all clients train once.
+        finds: True to compute the clusters on which client weights are based. To do so, all clients train once.
             Otherwise, the weights are uniform.
 
     Raises:

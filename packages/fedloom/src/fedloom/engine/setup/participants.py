@@ -1,4 +1,4 @@
-"""First step of creating a job: check that the choices of the run fit together, and prepare the clients' data."""
+"""First step of creating a job: check that the settings of the run are compatible, and prepare the clients' data."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from fedloom.schedule import Synchronous
 
 
 class Participants(NamedTuple):
-    """Run whose choices have been checked, with its clients.
+    """A run whose settings have been checked, together with its clients.
 
     Attributes:
         setting: settings of the run, with presets resolved.
-        fed: training data on the run's device. The data are already poisoned or pooled if the run requires this.
-        eval_fed: data on which models are evaluated.
+        fed: training data on the run's device. If the run requires poisoned or pooled data, the data have already been
+            poisoned or pooled.
+        eval_fed: federation on whose data the models are evaluated.
         attackers: ids of the attackers ``[b]``.
-        notes: notes on choices that the run changes or ignores.
+        notes: notes on settings that the run changes or ignores.
     """
 
     setting: Setting
@@ -92,10 +93,10 @@ def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
 
 
 def _closed(weigher: Weigher) -> Weigher:
-    """Return the weigher, after checking that it needs no further groups.
+    """Check that the weigher needs no further groups, and return it.
 
     Raises:
-        ConfigError: the weigher compares two groups of rows, but no groups were given.
+        ConfigError: the weigher compares two groups of rows, but no groups are defined.
     """
     try:
         return weigher.with_groups(())
@@ -109,7 +110,7 @@ def _closed(weigher: Weigher) -> Weigher:
 
 
 def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
-    """Resolve presets, and check everything that can be checked without data.
+    """Resolve presets, and check everything that can be checked without reading data.
 
     Return the checked setting, and notes on options that have no effect on pooled data.
 

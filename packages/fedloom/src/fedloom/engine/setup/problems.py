@@ -25,8 +25,8 @@ class LocalProblems(NamedTuple):
         oracle: object that computes losses and gradients.
         ctx: context of all clients, which includes their weights.
         x0: initial model ``[d]``.
-        spent: work and traffic ``[7]`` for computing the weights (see `CLIENT_COUNTS`). None if the weights cost
-            nothing.
+        spent: work and traffic ``[7]`` of computing the weights (see `CLIENT_COUNTS`). None if computing the weights
+            costs nothing.
     """
 
     oracle: Network
@@ -41,11 +41,11 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
     Args:
         participants: checked run and its clients.
         replay: given values that replace the run's own random draws.
-        finds: True to compute the clusters on which client weights are based, which lets all clients train once.
+        finds: True to compute the clusters on which client weights are based. To do so, all clients train once.
             Otherwise, the weights are uniform.
 
     Raises:
-        ConfigError: the model or the client weights do not fit the data.
+        ConfigError: the model or the client weights are not suitable for the data.
     """
     setting, fed = participants.setting, participants.fed
     oracle = _oracle(setting, fed)
@@ -68,10 +68,10 @@ def build_problems(participants: Participants, replay: Replay, *, finds: bool) -
 
 
 def _oracle(setting: Setting, fed: Federation) -> Network:
-    """Build the local problems for the run's model on a federation.
+    """Build the local problems for a run's model on a federation.
 
     Raises:
-        ConfigError: the model, the task or the gradient engine does not fit the data.
+        ConfigError: the model, the task or the gradient engine is not suitable for the data.
     """
     engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
     task_keys = [key for key, value in setting.task if value is not None]

@@ -31,7 +31,7 @@ from fedloom.seeds import rng_states
 
 
 class StartedMethod(NamedTuple):
-    """Method with its states before round 1.
+    """A method together with its states before round 1.
 
     Attributes:
         setting: settings of the run, with the derived options of the method.
@@ -49,7 +49,7 @@ class StartedMethod(NamedTuple):
 
 
 def start_method(participants: Participants, problems: LocalProblems, replay: Replay) -> StartedMethod:
-    """Derive the method's options, create its states, and check the run with them.
+    """Derive the method's options, create its states, and check whether the run is possible with them.
 
     Raises:
         ConfigError: values are impossible, or cannot be combined.
@@ -86,7 +86,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
 
 
 def _check_parts(setting: Setting, states: Start, oracle: Network, ctx: Ctx) -> Fields:
-    """Check the weigher, the sampler and the channel, which read uploads.
+    """Check the weigher, the sampler and the channel, all of which read uploads.
 
     Return the channel's initial state for one client.
 
@@ -157,7 +157,7 @@ class Moments(NamedTuple):
 
 
 def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> OptimizerStates | None:
-    """Let a client take a trial step to find which optimizer states must be stored, or return None if none are.
+    """Let a client take a trial step to determine which optimizer states must be stored. Return None if there are none.
 
     Raises:
         ConfigError: the optimizer does not work with this model, or the method does not use the optimizer.
@@ -180,7 +180,7 @@ def _memory(method: Algorithm, start: Start, oracle: Network, ctx: Ctx) -> Optim
 
 
 def _residue(messages: Messages, channel: Channel, upload: Fields, kept: Fields | None, dtype: torch.dtype) -> Fields:
-    """Return the initial state of the channel for uploads of this form."""
+    """Return the initial state of the channel for uploads that have this form."""
     if messages.tracks:
         return Residue(getattr(kept, messages.changed))
     state = channel.init(messages.update(upload).shape[1], dtype)

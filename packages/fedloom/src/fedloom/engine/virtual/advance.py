@@ -1,8 +1,8 @@
-"""Next server step of a run with a clock, under the run's schedule.
+"""Next server step of a run that has a clock, according to the run's schedule.
 
-In virtual time, nothing really waits. A client computes from the server's state at its dispatch, together with all
-clients that are dispatched from the same state, and the clock holds its upload until its arrival time. Since the state
-does not change between two server steps, clients that will be dispatched later from this state can be computed in
+In virtual time, there is no real waiting. A client computes from the server's state at its dispatch, together with all
+clients that are dispatched from the same state. The clock holds the client's upload until its arrival time. Since the
+state does not change between two server steps, clients that will be dispatched later from this state can be computed in
 advance. At real sites, time is real: an asynchronous schedule works in the same way, but uploads arrive when the sites
 send them.
 """
@@ -23,10 +23,11 @@ def advance(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str,
     """Run a job until the next server step.
 
     Returns:
-        The state after the step, including the time of the step. Sentences about events during the step follow.
+        The state after the step, including the time of the step. They are followed by sentences about events during the
+        step.
 
     Raises:
-        RunStopped: too few uploads are usable, too few can still arrive, or the server's state is not finite.
+        RunStopped: too few uploads are usable, too few uploads can still arrive, or the server's state is not finite.
     """
     schedule = job.setting.schedule
     if isinstance(clients, StreamedClients):

@@ -1,4 +1,4 @@
-"""Checks of schedules: settings that do not work with a deadline, over-selection or an asynchronous schedule."""
+"""Checks of schedules: settings that cannot be combined with a deadline, over-selection or an asynchronous schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fedloom.values import kind_of
 
 
 def check_schedule(setting: Setting, n: int) -> None:
-    """Raise an error if a schedule is impossible, or does not work with the method or another part of the run.
+    """Raise an error if a schedule is impossible, or if it is incompatible with the method or another part of the run.
 
     Raises:
-        ConfigError: parts of the run do not work together, or the schedule needs more clients than the run has. The
-            message states the reason.
+        ConfigError: parts of the run are incompatible, or the schedule needs more clients than the run has. The message
+            states the reason.
     """
     schedule, method = setting.schedule, setting.method
     if isinstance(schedule, Synchronous):
@@ -53,11 +53,11 @@ def check_stream(setting: Setting, n: int | None) -> None:
 
     Args:
         setting: settings of the run, with presets resolved.
-        n: number of clients in the federation. None if it is not known yet.
+        n: number of clients in the federation. None if this is not known yet.
 
     Raises:
-        ConfigError: parts of the run do not work together, or the schedule needs more clients than the run has. The
-            message states the reason.
+        ConfigError: parts of the run are incompatible, or the schedule needs more clients than the run has. The message
+            states the reason.
     """
     schedule, method, sampler = setting.schedule, setting.method, setting.sampler
     if not isinstance(schedule, Stream):

@@ -1,4 +1,4 @@
-"""Clock of a run in virtual time: current time, uploads that are under way, and a log of finished ones."""
+"""Clock of a run in virtual time: the current time, the uploads that are under way, and a log of the finished ones."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ class Fate(IntEnum):
     USED = 0
     """The upload was used in a server step."""
     UNUSABLE = 1
-    """The upload contained values that are not finite or out of bounds."""
+    """The upload contained values that are not finite or are out of bounds."""
     LATE = 2
-    """The round ended before the client had replied."""
+    """The round ended before the client replied."""
     LOST = 3
     """The server gave up waiting after the timeout."""
     QUERIED = 4
-    """The client answered a query of the sampler, without training."""
+    """The client answered a query of the sampler but did not train."""
 
 
 LOG_COLUMNS = ("client", "version", "round", "start", "end", "busy", "fate")
 """Columns of the log: the client, the number of server steps before its dispatch, the server step that used its upload
-(or during which it was given up), the times in seconds of dispatch and end, the time in seconds during which the client
-was busy, and its `Fate`."""
+(or during which the task was abandoned), the times in seconds of dispatch and end, the time in seconds during which the
+client was busy, and its `Fate`."""
 CLIENT_COLUMN, VERSION_COLUMN, ROUND_COLUMN, START_COLUMN, END_COLUMN, BUSY_COLUMN, FATE_COLUMN = range(7)
 
 Event = tuple[float, int, int, int, int, float, float, bool]
-"""Event in which a client replies or is given up. It consists of its time, the serial number of the dispatch, the
-client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in seconds,
-and True if the client is given up. Events are sorted by time and then by serial number."""
+"""Event in which a client replies or its task is abandoned. It consists of its time, the serial number of the dispatch,
+the client, the number of its `Flight` and its position in the flight, the time of the dispatch, the busy time in
+seconds, and True if the task has been abandoned. Events are sorted by time and then by serial number."""
 
 
 class Flight(NamedTuple):
-    """Results of clients that were dispatched together and whose uploads are under way.
+    """Results of clients that were dispatched together and whose uploads are still under way.
 
     Attributes:
         version: number of steps that the server had taken before the dispatch.
@@ -75,7 +75,7 @@ class Flight(NamedTuple):
         return cls(version, ids.numpy(), times.numpy(), np.arange(len(ids)), fields)
 
     def rows(self, places: Ids) -> Ids:
-        """Return the row indices in the tensors of clients that are given by their positions."""
+        """Return the row indices, in the flight's tensors, of the clients at the given positions."""
         return np.searchsorted(self.places, places)
 
     def drop_landed(self, places: Ids) -> Flight:
@@ -100,11 +100,14 @@ def flatten_results(computed: Computed) -> dict[str, Tensor]:
 
 
 Piece = tuple[Flight, Ids]
-"""`Flight`, and the positions of those of its clients whose uploads arrive."""
+"""`Flight`, and the positions of those clients in it whose uploads arrive."""
 
 
 def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
-    """Return the combined results of the clients in several pieces. The results of a single piece are not copied."""
+    """Return the results of the clients in several pieces, combined into one.
+
+    The results of a single piece are not copied.
+    """
     columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
     for name in columns[0]:
@@ -151,12 +154,12 @@ class Clock:
         now: seconds since the start of the run.
         queue: events of the clients that are under way, in order.
         flights: results of these clients, keyed by the number of the flight.
-        back: for each flight, positions of clients that have returned but whose rows are still stored.
+        back: for each flight, positions of clients that have returned, but whose rows are still stored.
         serial: serial number of the next dispatch.
-        log: parts of the log ``[u, 7]`` (see `LOG_COLUMNS`), each at least twice as long as the next one.
-        pool: drawn clients that wait for dispatch and how often each was drawn. Only entries from ``pool_start`` on
-            still wait.
-        pool_start: number of clients at the start of the pool that no longer wait.
+        log: parts of the log ``[u, 7]`` (see `LOG_COLUMNS`). Each part is at least twice as long as the next one.
+        pool: drawn clients that are waiting for dispatch, and how often each of them was drawn. Only the entries from
+            ``pool_start`` on are still waiting.
+        pool_start: number of clients at the start of the pool that are no longer waiting.
         away_sets: empty, or a list with the set of all clients in the queue, which the next step takes over.
     """
 
@@ -175,7 +178,7 @@ class Clock:
         return self.away_sets.pop() if self.away_sets else {event[2] for event in self.queue}
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
-        """Return the parts of the log after appending rows."""
+        """Return the parts of the log after adding rows at the end."""
         pieces = [*self.log, rows]
         while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
             newest = pieces.pop()
@@ -187,7 +190,7 @@ class Clock:
         return np.concatenate([np.zeros((0, len(LOG_COLUMNS))), *self.log])
 
     def used_in(self, round: int) -> Rows:
-        """Return the log rows ``[k, 7]`` of the uploads that were used in the newest server step ``round``."""
+        """Return the log rows ``[k, 7]`` of the uploads used in the most recent server step, number ``round``."""
         newest: Rows = self.log[-1]
         chosen: Rows = newest[(newest[:, ROUND_COLUMN] == round) & (newest[:, FATE_COLUMN] == Fate.USED)]
         return chosen
@@ -195,7 +198,7 @@ class Clock:
     def tensors(self) -> dict[str, Tensor]:
         """Return all fields as named tensors, for a checkpoint.
 
-        A tensor that several flights share is stored once.
+        If several flights share a tensor, it is stored once.
         """
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
@@ -220,7 +223,7 @@ class Clock:
 
     @classmethod
     def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Read a clock from tensors that `tensors` returned."""
+        """Read a clock from tensors that `tensors` has returned."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
             fields = group_of(tensors, f"{number}.fields")
@@ -255,11 +258,11 @@ class Clock:
 
 
 class UploadCounts(NamedTuple):
-    """Numbers of uploads of each client that were used in a server step, and that were not.
+    """For each client, number of uploads that were used in a server step, and number of uploads that were not used.
 
     Attributes:
         used: number of uploads that were used in a server step ``[n]``.
-        staleness: mean staleness of these uploads ``[n]``. NaN for a client whose uploads were never used.
+        staleness: mean staleness of these uploads ``[n]``. NaN if none of the client's uploads was used.
         unheard: number of uploads that were not used in any server step ``[n]``.
     """
 
@@ -299,7 +302,7 @@ class Use(NamedTuple):
 
 
 def use_of(clock: Clock, fleet: Fleet) -> Use:
-    """Return how each client has spent its time, according to the log and the clients under way."""
+    """Return how each client has spent its time, according to the log and to the clients that are under way."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT_COLUMN].astype(int), log[:, BUSY_COLUMN], n)
     for end, _, client, _, _, start, whole, _ in clock.queue:

@@ -30,7 +30,7 @@ from fedloom.schedule import Fleet, Stream
 
 
 def log_rows(fleet: Fleet, ids: Ids, counts: Tensor, version: int, round: int, start: float) -> Rows:
-    """Return log rows ``[m, 7]`` for clients that all start at the time ``start`` and whose uploads are used."""
+    """Return log rows ``[m, 7]`` for clients that all start at the time ``start`` and whose uploads are all used."""
     busy = fleet.busy(ids, counts.numpy())
     same = np.ones(len(ids))
     columns = (ids, version * same, round * same, start * same, fleet.ends(ids, start, busy), busy, Fate.USED * same)
@@ -48,7 +48,7 @@ def compute(
         state: state of the run at the dispatch.
         ids: ids of the clients ``[m]`` in ascending order.
         times: number of times that each client was drawn ``[m]``.
-        steps: number of local steps of each client ``[m]``. None for the number in the run's settings.
+        steps: number of local steps of each client ``[m]``. None stands for the number in the run's settings.
     """
     t = state.round + 1
     order = longest_first(job, ids)
@@ -111,10 +111,10 @@ def step_on(
 
 
 def _group_pieces(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
-    """Return groups of pieces that are processed together, with at most as many clients as a chunk where possible.
+    """Return groups of pieces that are processed together, if possible with at most as many clients as a chunk.
 
     Complete chunks that were dispatched from the current state are processed one by one, as in a synchronous round, so
-    that results are bit for bit the same. Pieces are also processed one by one if the method computes the model that a
+    that results are bit-for-bit identical. Pieces are also processed one by one if the method computes the model that a
     client received from a single download.
     """
     whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)

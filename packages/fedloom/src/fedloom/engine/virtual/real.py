@@ -1,7 +1,7 @@
 """Asynchronous schedules at real sites, which send uploads at any time (see `fedloom.engine.virtual.stream`).
 
-While a site trains, its `Event` has no end time, and its `Flight` contains the download, from which a restarted server
-can send the same message again.
+While a site trains, its `Event` has no end time, and its `Flight` contains the download, so that a restarted server can
+send the same message again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rounds in virtual time, which end with the last reply, at a deadline, or when enough clients have replied."""
+"""Rounds in virtual time, which end with the last reply, at a deadline, or as soon as enough clients have replied."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
     """Run a round that ends with the last reply.
 
-    Its results are the same as without a clock.
+    The results are the same as without a clock.
     """
     assert state.clock is not None
     assert job.fleet is not None
@@ -56,7 +56,7 @@ def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, t
 
 
 def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
-    """Run a round that ends at its deadline, or when enough clients have replied."""
+    """Run a round that ends at its deadline, or as soon as enough clients have replied."""
     assert state.clock is not None
     assert job.fleet is not None
     t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
@@ -127,7 +127,7 @@ def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
 
 
 class Observed:
-    """Clients of a run, with a record of the outcome for each client of a round."""
+    """Clients of a run, together with a record of the outcome for each client of a round."""
 
     def __init__(self, clients: LocalClients) -> None:
         self._clients = clients
@@ -157,7 +157,7 @@ class Observed:
             self.trained.append(result)
 
     def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
-        """Return the time at which all queried clients have answered, and their log rows."""
+        """Return the time at which all queried clients have answered, and the log rows of their answers."""
         assert state.clock is not None
         assert job.fleet is not None
         now, log = state.clock.now, list[Rows]()

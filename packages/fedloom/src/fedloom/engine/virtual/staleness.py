@@ -3,7 +3,7 @@
 A change from the received model is multiplied by a factor that depends on its staleness, and added to the current
 model. An absolute model is first converted to such a change. Values that the server accumulates or stores for each
 client are not multiplied, because the sums at the server must remain equal to the sums of the clients' states. Values
-such as losses and counts are not multiplied, either.
+such as losses and counts are not multiplied either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def applied_now(
 ) -> Fields:
     """Return uploads after converting them for the server's current state.
 
-    They stay unchanged if they are not stale and the schedule has no mixing rate.
+    They remain unchanged if they are not stale and the schedule has no mixing rate.
 
     Args:
         job: run with an asynchronous schedule (`Stream`).

@@ -1,4 +1,4 @@
-"""Asynchronous schedules: clients train all the time, and the server takes steps with the uploads that arrive first."""
+"""Asynchronous schedules: clients train continuously, and the server takes steps with the uploads that arrive first."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from fedloom.schedule import Stream
 from fedloom.seeds import derive, generator
 
 MAX_VERSION_DRAWS = 16
-"""Maximum number of cohorts drawn between two server steps. After these, free slots stay empty until the next event."""
+"""Maximum number of cohorts drawn between two server steps. If no such clients remain, free slots stay empty until the
+next event."""
 
 MAX_IDLE_ATTEMPTS = 1000
-"""Maximum number of consecutive times that no drawn client is present while all slots are free, or that a client is
-given up. The run then ends. For clients that are given up, the number of clients is added to this limit."""
+"""Maximum number of times in a row that no drawn client is present while all slots are free, or a task is abandoned.
+The run then ends. For clients whose tasks are abandoned, the number of clients is added to this limit."""
 
 
 LOST_FATE, USED_FATE, UNUSABLE_FATE = (float(fate) for fate in (Fate.LOST, Fate.USED, Fate.UNUSABLE))
 
 NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
-"""Cost of querying candidates if none are queried."""
+"""Cost of querying candidates if no candidates are queried."""
 
 
 class Version(ABC):
@@ -69,7 +70,7 @@ class Version(ABC):
     def run(self) -> tuple[State, tuple[str, ...]]:
         """Dispatch clients, wait until enough uploads have arrived, and take a server step.
 
-        Return the new state and sentences about events.
+        Return the new state, and sentences about events.
         """
         free = self._most - len(self._away)
         self._fill(free, free + self._size - 1)
@@ -110,7 +111,7 @@ class Version(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Advance the time until an upload may have arrived.
+        """Advance the time to the next moment at which an upload may have arrived.
 
         Raises:
             RunStopped: no further upload can arrive.
@@ -141,9 +142,9 @@ class Version(ABC):
         return client not in self._away and self._is_there(client)
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
-        """Return the next clients in the pool that can be dispatched, with the number of times that each was drawn.
+        """Return the next clients in the pool that can be dispatched, and how often each of them was drawn.
 
-        Clients that are under way are removed from the pool. Absent clients keep their places in it.
+        Clients that are under way are removed from the pool. Absent clients keep their places in the pool.
         """
         chosen, absent, away = list[tuple[int, int]](), list[tuple[int, int]](), self._away
         while len(chosen) < count:
@@ -161,9 +162,9 @@ class Version(ABC):
         return chosen
 
     def _draw(self, excluded: set[int]) -> None:
-        """Draw another cohort into the pool.
+        """Draw an additional cohort into the pool.
 
-        Its clients wait there in a random order, except for those in ``excluded``.
+        The clients of the cohort wait there in a random order, except for the clients in ``excluded``.
         """
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
@@ -189,7 +190,7 @@ class Version(ABC):
         """Start the training of a client."""
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
-        """Take a server step with the arrived uploads, and return the new state and sentences about events."""
+        """Take a server step with the arrived uploads. Return the new state and sentences about events."""
         job, state, t = self._job, self._state, self._state.round + 1
         places: dict[int, list[int]] = {}
         for event in self._waiting:
@@ -203,7 +204,7 @@ class Version(ABC):
         return new.with_(clock=self._advance_clock(set(used.tolist()), places)), events
 
     def _advance_clock(self, used: set[int], places: dict[int, list[int]]) -> Clock:
-        """Return the clock after a server step."""
+        """Return the clock as it is after a server step."""
         t, log, flights = self._state.round + 1, list[float](), self._flights
         for end, _, client, number, _, start, busy, lost in (*self._waiting, *self._lost):
             fate = LOST_FATE if lost else USED_FATE if client in used else UNUSABLE_FATE

@@ -49,10 +49,10 @@ def advise(
         data: a federation, a data set, the name of a data set, arrays or clients, as in `fedloom.compare`.
         model: model to train, as in `fedloom.simulate`. None: softmax regression.
         partition: rule that splits a data set among clients.
-        budget: compute budget of the race, in units of the gradients of one FedAvg run with all ``rounds``.
-        margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
-            point of accuracy). None: no margin is stated.
-        tune: the keys ``metric`` and ``space`` of the table ``[tune]`` of an experiment file.
+        budget: compute budget of the race, in multiples of the gradients of one FedAvg run with all ``rounds``.
+        margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage
+            point of accuracy). If None, no margin is stated.
+        tune: the keys ``metric`` and ``space`` of the table ``[tune]`` in an experiment file.
         folder: directory of the race. The same call with the same folder resumes the race. None: a temporary directory
             is used.
         join: True to share the race with other processes that make the same call with the same folder.
@@ -61,13 +61,13 @@ def advise(
         progress_bar: True to write a line to standard error after every comparison.
         name: name of the experiment that is written for the final comparison.
         choices: other fields of `fedloom.Setting` that apply to all methods, such as ``rounds=50`` or ``local={"lr":
-            0.1}``. ``seed`` is the seed of the split and of each method's first run.
+            0.1}``. ``seed`` is used for the split and for the first run of each method.
 
     Returns:
         The advice. Its method ``lines`` returns the advice in sentences.
 
     Raises:
-        ConfigError: a value is invalid. Nothing has been run in that case.
+        ConfigError: a value is invalid. In that case, nothing has been run.
         DataError: the data cannot be converted to a data set.
         RunDirError: the folder belongs to a different race.
         RunStopped: the race was interrupted, or no method has a result.

@@ -1,4 +1,4 @@
-"""Advisor: run a race between methods in a directory, with any number of processes, and form the advice."""
+"""Advisor: run a race between methods in a directory, with any number of processes, and derive the advice."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ RACE_ENTRIES = (RACE_FILE, LAPS_FOLDER, WORK_FOLDER, *ANSWER_FILES)
 
 
 IDENTITY_ARMS = 4
-"""Number of settings per method that identify a race when it is resumed. A race with a larger budget tries these
-settings and others."""
+"""Number of settings per method that are used to recognize a race when it is resumed. A race with a larger budget tries
+these settings and additional ones."""
 
 LapKey = tuple[str, int, int]
 """Label of a method, index of one of its settings (arm), and seed."""
 
 
 class LapWork(NamedTuple):
-    """Lap of a race, together with the setting and the rounds to train.
+    """Lap of a race, together with the setting and the number of rounds to train.
 
     Attributes:
         lap: the lap.
-        setting: setting of the whole run that the lap is part of.
+        setting: setting of the whole run to which the lap belongs.
         rounds: number of rounds of the whole run.
         end: round at which the lap ends.
         unit: unit of work, with the path at which the result is published.
@@ -93,7 +93,7 @@ class LapWork(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """True if the lap has a result."""
+        """True if there is a result for the lap."""
         return (self.unit.target / LAP_FILE).exists()
 
 
@@ -106,23 +106,23 @@ def _key(lap: Lap) -> LapKey:
 
 
 class Advisor:
-    """A race between methods on the clients of an experiment.
+    """A race in which methods compete on the clients of an experiment.
 
     Args:
-        document: content of the experiment file. The methods in the file are ignored.
+        document: content of the experiment file. The methods listed in the file are ignored.
         where: name of the file, for error messages.
         out: directory of the race, created if it does not exist.
         data_dir: folder of data sets.
-        budget: compute budget of the race, in units of the gradients of one FedAvg run with all rounds of the
+        budget: compute budget of the race, in multiples of the gradients of one FedAvg run with all rounds of the
             experiment.
-        margin: largest difference of the metric that does not matter in practice. None: no margin is stated.
+        margin: largest difference in the metric that is irrelevant in practice. If None, no margin is stated.
         read: function that converts a document to an experiment.
-        methods: registered names of the methods that take part. None: the portfolio that is stored with the package.
-            Local training and FedAvg always take part.
+        methods: registered names of the methods that take part in the race. None stands for the portfolio that is
+            stored with the package. Local training and FedAvg are always included.
 
     Raises:
-        ConfigError: the experiment is invalid, has no validation data, or the budget is too small. Nothing is written
-            in that case.
+        ConfigError: the experiment is invalid, has no validation data, or the budget is too small. In that case,
+            nothing is written.
         RunDirError: the directory belongs to a different race, or is not the directory of a race.
         DataError: the data cannot be read.
     """
@@ -195,7 +195,7 @@ class Advisor:
             tell: function that is called with a sentence after every comparison.
             join: True to share the laps with other processes that join the race, on any machine that can access the
                 directory.
-            executor: executor that trains the laps, with a method ``submit(function, *arguments)``.
+            executor: executor with a method ``submit(function, *arguments)`` that trains the laps.
 
         Raises:
             ConfigError: the experiment cannot be sent to the workers of the executor.
@@ -230,10 +230,10 @@ class Advisor:
         return advice
 
     def _run_laps(self, laps: Sequence[Lap], train: TrainLaps) -> list[LapResult]:
-        """Train laps and return their results in the same order.
+        """Train several laps, and return their results in the same order.
 
-        The number of rounds of a method is planned with its first setting. If the rounds of another setting cost much
-        more or less, the first lap of that setting is repeated with an adjusted number of rounds.
+        The number of rounds of a method is planned by means of its first setting. If a round of another setting costs
+        much more or less, the first lap of that setting is repeated with an adjusted number of rounds.
         """
         results = train([self._work_of(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
@@ -286,7 +286,7 @@ class Advisor:
     def _train_elsewhere(
         self, executor: Executor, luggage: Luggage, session: JoinedWork, works: Sequence[LapWork]
     ) -> list[LapResult]:
-        """Let an executor train the laps."""
+        """Let an executor perform the training of the laps."""
         missing = [work for work in works if not work.is_done]
         units = list[str]()
         for work in missing:
@@ -321,14 +321,14 @@ class Advisor:
     def _plan(self, arm: Arm) -> int:
         """Return the number of rounds in a full run of a candidate.
 
-        The number is that of the candidate's method, unless the rounds of the candidate differ in cost.
+        This is the number of rounds of the candidate's method, unless the candidate's rounds differ in cost.
         """
         return self._rounds.get((arm.label, arm.number), self._rounds[arm.label, 0])
 
     def _plan_methods(self) -> list[LapShares]:
-        """Plan the number of rounds of every method, using its first setting, and return the cost of its laps.
+        """Plan the number of rounds of every method by means of its first setting, and return the cost of its laps.
 
-        The step size of the file is used, because it does not affect the cost of a round.
+        The step size in the file is used, because the step size does not affect the cost of a round.
         """
         shares = list[LapShares]()
         for label, (arm,) in self._entries.arms(1, self.seeds[0]).items():
@@ -380,7 +380,7 @@ class Advisor:
         make_folder(self.out / LAPS_FOLDER)
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that the results of laps depend on, as a TOML document."""
+        """Return all information that affects the results of laps, as a TOML document."""
         settings = self._experiment_of_share().settings()
         for free in ("name", "seeds", "evaluate"):
             settings.pop(free)

@@ -31,9 +31,9 @@ from fedloom.metrics import metric as facts
 from fedloom.storage.files import write_atomic
 
 ANSWER_FILES = ADVISED_FILE, ADVICE_FILE, CLIENTS_FILE = "advised.toml", "advice.json", "clients.csv"
-"""Files of an answer: the experiment with the advised method, the machine-readable answer, and advice by client."""
+"""Files of an answer: the experiment with the recommended method, the machine-readable answer, and client advice."""
 MAX_LISTED_CLIENTS = 6
-"""Maximum number of clients that a line names."""
+"""Maximum number of clients that are named in a line."""
 
 
 class Verdict(StrEnum):
@@ -59,7 +59,7 @@ class ClientAdvice(NamedTuple):
         name: name of the client.
         choice: recommended action for the client.
         gain: predicted gain of the method over training alone. The prediction is computed from the data of the race,
-            and is above 0 if the method is better.
+            and is above 0 if the method is better than training alone.
         estimate: mean gain on the validation data of the client that the race did not use. NaN if the client has no
             such data.
         half: half-width of the confidence interval of ``estimate`` over seeds. NaN if there is only one seed.
@@ -76,27 +76,27 @@ class Advice(NamedTuple):
     """Answer of a race.
 
     Attributes:
-        verdict: conclusion of the race, in words.
-        method: best federated method. This method leads the race unless training alone does.
+        verdict: conclusion of the race in words.
+        method: best federated method. This method leads the race unless local training leads it.
         arms: chosen settings of each method, keyed by label.
         metric: metric by which the methods are compared.
-        gains: gain of the method over local training and over FedAvg, keyed by label. Each gain is measured on
-            validation data that the race did not use, and is above 0 if the method is better. A gain is None if a run
-            failed.
-        racing: labels of the methods still in the race, best first.
+        gains: gain of the method over local training and over FedAvg, keyed by the label of the baseline. Each gain is
+            measured on validation data that the race did not use, and is above 0 if the method is better. A gain is
+            None if a run failed.
+        racing: labels of the methods that are still in the race, best method first.
         departures: for each method that has left the race, the better method, the number of the interim analysis (look)
             at which it left, the difference on the data of the race, and the reason if the method failed.
-        left_out: reason why a method did not take part, keyed by label.
-        more: number of additional gradients after which the race would be decided. None if no more are needed, or if
-            even the maximum number of seeds would not decide the race.
+        left_out: reason why a method did not take part, keyed by the label of the method.
+        more: number of additional gradients that would be needed to decide the race. None if no more gradients are
+            needed, or if even the maximum number of seeds would not decide the race.
         needed: total budget that would decide the race, in FedAvg runs. None if ``more`` is None.
         clients: advice for every client.
-        cost: cost of one run of the method: rounds, gradients, bytes, and hours. The hours are None if no devices are
-            simulated.
-        spent: number of gradients that the race used.
-        budget: maximum number of gradients that the race was allowed to use.
-        looks: number of interim analyses (looks) that were made.
-        margin: largest difference that does not matter in practice. None if no margin was given.
+        cost: cost of one run of the method: rounds, gradients, bytes, and hours. If no devices are simulated, the hours
+            are None.
+        spent: number of sample gradients that the race computed.
+        budget: maximum number of sample gradients that the race was allowed to compute.
+        looks: number of interim analyses (looks) that were carried out.
+        margin: largest difference that is considered irrelevant in practice. None if a margin was not given.
         kept: number of validation samples that were held out from the race to estimate the gains.
     """
 
@@ -120,12 +120,12 @@ class Advice(NamedTuple):
 
     @property
     def params(self) -> dict[str, Any]:
-        """Settings that were chosen for the advised method."""
+        """Settings that were chosen for the recommended method."""
         return dict(self.arms[self.method].params)
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Methods against which the advised method is compared."""
+        """Methods with which the recommended method is compared."""
         return tuple(label for label in (ALONE_METHOD, AVERAGE_METHOD) if label != self.method)
 
     def lines(self) -> list[str]:
@@ -157,7 +157,7 @@ class Advice(NamedTuple):
         return lines
 
     def record(self) -> dict[str, Any]:
-        """Return the answer as plain unrounded values in the metric's own units. Unknown values are None."""
+        """Return the answer as plain values in the metric's own units, without rounding. Unknown values are None."""
         return {
             "verdict": str(self.verdict), "method": self.method, "defaults": self.params, "metric": self.metric,
             "gains": {label: _record_gain(gap) for label, gap in self.gains.items()},
@@ -193,7 +193,7 @@ class Advice(NamedTuple):
 
     @property
     def _bound(self) -> str:
-        """Sentence about the margin, rounded up, at which the answer would be that training alone is enough."""
+        """Sentence about the margin (rounded up) at which the answer would be that training alone is enough."""
         gain = self.gains.get(ALONE_METHOD)
         largest = math.nan if gain is None else gain.mean + gain.half_width()
         if not (math.isfinite(largest) and largest > 0):
@@ -246,16 +246,16 @@ def form_advice(
     left_out: Mapping[str, str],
     budget_of: Callable[[int, int], float],
 ) -> Advice:
-    """Form the answer of a race from its outcome.
+    """Derive the answer of a race from its outcome.
 
     Args:
         outcome: outcome of the race.
         fed: federation of the race.
         metric: metric by which the methods are compared.
-        margin: largest difference that does not matter in practice. None: any difference matters.
-        budget: maximum number of gradients that the race was allowed to use.
-        work: number of gradients of one whole run.
-        left_out: reason why a method did not take part, keyed by label.
+        margin: largest difference that is considered irrelevant in practice. None: every difference matters.
+        budget: maximum number of sample gradients that the race was allowed to compute.
+        work: number of gradients that one whole run computes.
+        left_out: reason why a method did not take part, keyed by the label of the method.
         budget_of: function that returns the budget, in FedAvg runs, that is needed for a given number of finalists and
             seeds.
 
@@ -305,12 +305,12 @@ def write_answer(out: Path, advice: Advice, experiment: str) -> None:
 
 
 def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | None) -> tuple[Verdict, int | None]:
-    """Return the verdict, and the number of seeds that would decide an undecided race (None if unknown or not needed).
+    """Return the verdict, and the number of seeds that would decide an undecided race (None if unknown or irrelevant).
 
     Args:
         outcome: outcome of the race.
         gain: gain of the best federated method over local training, on data that the race did not use.
-        margin: largest gain that does not matter in practice. None: 0 is used.
+        margin: largest gain that is considered irrelevant in practice. If None, 0 is used.
     """
     if ALONE_METHOD not in outcome.racing:
         return Verdict.TOGETHER, None
@@ -329,8 +329,8 @@ def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
     """Return advice for every client.
 
-    A client is advised to train alone if its predicted gain is below 0. Otherwise, it is advised to use the method's
-    personal or shared model, whichever is predicted to be better.
+    A client is advised to train alone if its predicted gain is below 0. If the gain is not below 0, the advice is to
+    use the method's personal or shared model, whichever is predicted to be better.
     """
     read = difference_table(outcome.results, method, ALONE_METHOD, DECIDING_PART, sign)
     kept = difference_table(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, sign)
@@ -350,7 +350,7 @@ def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: fl
 def _personal_gains(outcome: RaceOutcome, method: str, sign: float) -> Any:
     """Return the predicted gain of the personal over the shared model, ``[clients]``.
 
-    The result is 1 or -1 if only one of the two models exists.
+    If only one of the two models exists, the result is 1 or -1.
     """
     results = [result for (label, _), result in outcome.results.items() if label == method]
     pairs = [(one.values(DECIDING_PART, "personal"), one.values(DECIDING_PART, "global")) for one in results]

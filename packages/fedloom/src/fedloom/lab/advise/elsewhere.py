@@ -1,4 +1,4 @@
-"""Laps on an executor: a lap is sent to a worker as text together with its checkpoint, and its result is sent back."""
+"""Laps on an executor: a lap is sent to a worker as text with its checkpoint, and its result is sent back."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def pack_lap(
     Args:
         seed: seed of the run.
         method: table of the method in an experiment file.
-        rounds: number of rounds of the whole run that the lap is part of.
+        rounds: number of rounds of the whole run to which the lap belongs.
         end: round at which the lap ends.
         metric: metric by which the methods are compared.
         seeds: all seeds of the race.
-        before: folder of the previous lap, from whose checkpoint the lap continues. None: the lap starts at the first
-            round.
+        before: folder of the previous lap. The lap continues from the checkpoint in this folder. None: the lap starts
+            at the first round.
     """
     states = {} if before is None else {p.name: p for p in sorted(before.glob("checkpoint-*")) if p.is_file()}
     checkpoint = {name: b64encode(path.read_bytes()).decode() for name, path in states.items()}
@@ -45,20 +45,20 @@ def pack_lap(
 
 
 def compute_lap(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Train one lap of a race, in any process, and return the reply as bytes.
+    """Train one lap of a race in any process, and return the reply as bytes.
 
     The same arguments always give the same result.
 
     Args:
         experiment: text that `fedloom.lab.experiment.units.travel.pack_experiment` returned.
         unit: text that `pack_lap` returned.
-        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
+        data: bytes that `pack_experiment` returned. Each worker receives the data only once.
 
     Returns:
-        A `UnitReply`, encoded as bytes, with the result and the checkpoint of the lap.
+        A `UnitReply` that contains the result and the checkpoint of the lap, encoded as bytes.
 
     Raises:
-        DataError: the worker's data differ from those of the experiment.
+        DataError: the worker's data differ from the data of the experiment.
         ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):

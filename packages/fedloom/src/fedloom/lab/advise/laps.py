@@ -1,6 +1,6 @@
 """Laps: stages of the training runs in a race.
 
-Each lap continues the previous one and is scored on two halves of the validation data.
+Each lap continues the previous lap and is scored on two halves of the validation data.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from fedloom.storage.files import make_folder, write_atomic
 LAP_FILE = "lap.json"
 """File that holds the result of a lap."""
 DECIDING_PART, ESTIMATING_PART = "validation", "test"
-"""Parts of a race's federation: the part by which the race is decided, and the part that only the final estimates use.
+"""Parts of a race's federation: the part that decides the race, and the part that is used only for the final estimates.
 
 Both parts contain validation data of the experiment.
 """
 Subjects = NDArray[np.int64]
-"""Subjects ``[k]``: an array of subject numbers in increasing order, or of one number for each subject."""
+"""Subjects ``[k]``: either an array of subject numbers in increasing order, or an array with one number per subject."""
 MODEL_KINDS = ("global", "personal", "hybrid")
-"""Kinds of models that are scored if the method trains them. A client would use the last of these kinds that exists."""
+"""Kinds of models that are scored if the method trains such models. If several of these kinds exist, a client would use
+the last one."""
 
 
 class Arm(NamedTuple):
@@ -57,7 +58,7 @@ class Arm(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """A candidate (arm) with a seed, trained up to a given fraction of the work of a whole run."""
+    """Training of a candidate (arm) with one seed, up to a given fraction of the work of a whole run."""
 
     arm: Arm
     seed: int
@@ -68,14 +69,14 @@ class LapResult(NamedTuple):
     """Result of a lap.
 
     Attributes:
-        round: number of rounds trained so far.
+        round: number of rounds that have been trained so far.
         samples: number of samples whose gradients have been computed so far, including those for the personal models of
             the last evaluation.
         trained: the same number without the gradients for these personal models.
         bytes: number of bytes sent so far, in both directions.
-        seconds: virtual time in seconds so far. None if no devices are simulated.
-        scores: score of each client, keyed by kind of model and part. None for a score that is unknown.
-        reason: reason why the scores are missing. The reason is empty if the scores exist.
+        seconds: virtual time so far, in seconds. None if no devices are simulated.
+        scores: score of each client, keyed by kind of model and part. None if a score is unknown.
+        reason: reason why the scores are missing. If the scores exist, the reason is empty.
     """
 
     round: int
@@ -89,7 +90,7 @@ class LapResult(NamedTuple):
     def values(self, part: str, model: str = "") -> NDArray[np.float64] | None:
         """Return each client's score on a part, for one kind of model.
 
-        The default is the model that a client would use.
+        The default is the kind of model that a client would use.
 
         The result is None if there is no such model.
         """
@@ -101,15 +102,15 @@ class LapResult(NamedTuple):
 def cut_validation(fed: Federation, seeds: int = 1) -> list[Federation]:
     """Return the federations of a race, one per seed.
 
-    These federations contain no test data, and hold out samples for the final estimates.
+    These federations contain no test data. Some samples are held out for the final estimates.
 
     Half of each client's validation subjects are held out for the final estimates, as the part ``test``. The race
     itself never uses these subjects. With the first seed, models are validated on the other half. With every other
-    seed, they are validated on equally many subjects from the training part instead, and in exchange are trained on
-    equally many subjects of that other half. Every seed therefore adds new validation data, and all seeds train on the
-    same number of subjects. If the data have an order in time, all seeds validate on the same half, which comes later.
-    The samples of a subject stay together, and the classes keep their proportions. If a client has only one validation
-    subject, the subject is used to decide the race.
+    seed, models are validated on the same number of subjects from the training part instead, and the same number of
+    subjects of that other half are used for training in exchange. Every seed therefore adds new validation data, and
+    all seeds train on the same number of subjects. If the data are ordered in time, all seeds validate on the same
+    half, which comes later. The samples of a subject stay together, and the proportions of the classes are preserved.
+    If a client has only one validation subject, this subject is used to decide the race.
     """
     cut = _Cut(fed)
     decide, kept = cut.halve_validation()
@@ -133,14 +134,14 @@ class _Cut:
         self._draw = torch.rand(len(fed.data), generator=purpose, dtype=torch.float64).numpy()
 
     def halve_validation(self) -> tuple[Subjects, Subjects]:
-        """Return the validation subjects that decide the race, and those held out for the final estimates."""
+        """Return the validation subjects that decide the race, and the subjects held out for the final estimates."""
         subjects, _, turn = self._ranked(np.unique(self._who[self._validates]))
         return subjects[turn % 2 == 0], subjects[turn % 2 == 1]
 
     def make_fold(self, decide: Subjects, kept: Subjects, turn: int, turns: int) -> Federation | None:
         """Return the federation for one of the seeds after the first.
 
-        The result is None if a client would have no training samples left.
+        The result is None if no training samples would remain at some client.
         """
         fold = self._take_fold(decide, turn, turns)
         try:
@@ -149,7 +150,7 @@ class _Cut:
             return None
 
     def _take_fold(self, decide: Subjects, turn: int, turns: int) -> Subjects:
-        """Choose validation subjects from the training part, as many as each client had, spread over its classes."""
+        """Choose as many validation subjects from the training part as each client had, spread over its classes."""
         clients = self._fed.n
         trained, home, rank = self._ranked(np.unique(self._who[~self._validates]))
         sizes = np.bincount(home, minlength=clients)
@@ -160,7 +161,10 @@ class _Cut:
         return fold
 
     def _take_as_many(self, decide: Subjects, fold: Subjects) -> Subjects:
-        """Choose as many deciding subjects per client as its fold contains. No seed then trains on more subjects."""
+        """For each client, choose as many deciding subjects as the client's fold contains.
+
+        With this choice, no seed trains on more subjects.
+        """
         clients = self._fed.n
         subjects, home, rank = self._ranked(decide)
         sizes, wanted = (np.bincount(one, minlength=clients)[home] for one in (home, self._ranked(fold)[1]))
@@ -171,7 +175,7 @@ class _Cut:
         """Return a federation in which the given subjects are used to evaluate models.
 
         Subjects of the validation part that are in ``first`` are used for validation or training. The other subjects of
-        the validation part are not used.
+        the validation part are not used in the race.
         """
         fed, rests = self._fed, ~self._validates | np.isin(self._who, first)
         chosen = np.isin(self._who, decide) & rests
@@ -189,9 +193,9 @@ class _Cut:
         return Split(index.to(self._fed.device), offsets.to(self._fed.device))
 
     def _ranked(self, subjects: Subjects) -> tuple[Subjects, Subjects, Subjects]:
-        """Return the subjects, their clients, and their ranks within each client.
+        """Return the subjects, the clients that they belong to, and their ranks within each client.
 
-        Ranks follow the class, and are random within a class.
+        Ranks are ordered by class, and are random within a class.
         """
         rows = np.flatnonzero(np.isin(self._who, subjects))
         subjects, first = np.unique(self._who[rows], return_index=True)
@@ -204,7 +208,7 @@ class _Cut:
 
 
 def lap_setting(setting: Setting, seed: int, rounds: int) -> Setting:
-    """Return the setting of a candidate's run, with an evaluation at the end of a lap."""
+    """Return the setting of a candidate's run, in which the end of a lap is evaluated."""
     evaluate = Evaluate(every=rounds, parts=(DECIDING_PART, ESTIMATING_PART), select_on=DECIDING_PART)
     return setting.with_(seed=seed, evaluate=evaluate, rounds=rounds)
 
@@ -215,7 +219,7 @@ def run_lap(
     """Train a lap in a folder, resuming from any checkpoint there, and write its result.
 
     Returns:
-        True if the lap reached its end, or False if the user stopped it.
+        True if the lap was completed, or False if the user stopped it.
     """
     try:
         result = simulate(setting, fed, folder=folder, callbacks=progress, pause=stop_at)
@@ -238,7 +242,7 @@ def read_lap(folder: Path) -> LapResult:
 def copy_checkpoint(before: Path, folder: Path) -> None:
     """Copy the newest checkpoint of the previous lap, so that the next lap continues from it.
 
-    The checkpoint must contain the whole state.
+    The checkpoint must contain the complete state.
 
     Otherwise, the next lap starts at round 1.
     """

@@ -1,16 +1,16 @@
-"""Looks: paired differences between two methods over clients and seeds, and the significance level of each look.
+"""Looks (interim analyses of a race): paired differences between two methods, and the level of each look.
 
 The difference between two methods is a table with one value for each seed and client. Seeds and clients are random
 effects: some clients gain more than others, and a seed may favor one method for all clients. The standard error
-accounts for the variance of both (two-way random effects), and its degrees of freedom follow Satterthwaite. Therefore,
-many clients with one lucky seed are not enough to decide a race, and neither are many seeds with one unusual client.
-Because a pair of methods has few seeds, its variance over seeds is taken to be at least the variance estimated from all
-methods of the race.
+accounts for the variance over seeds and over clients (two-way random effects), and its degrees of freedom follow
+Satterthwaite's approximation. Therefore, a race cannot be decided by many clients with one lucky seed, nor by many
+seeds with one unusual client. Because a pair of methods has few seeds, its variance over seeds is taken to be at least
+the variance that is estimated from all methods in the race.
 
 A race has several interim analyses, called looks. The significance levels of the looks add up to the level of the race
 (by the spending function of Lan and DeMets that resembles Pocock's), and each look divides its level among the rivals
 of a method. By Bonferroni's inequality, the best method is eliminated with a probability of at most the level of the
-race, however the looks depend on each other.
+race, no matter how the looks depend on each other.
 
 References: F. E. Satterthwaite, Biometrics Bulletin 2, 1946; S. L. Hillis, Statistics in Medicine 26, 2007 (its readers
 and cases correspond to clients and seeds here); K. K. G. Lan and D. L. DeMets, Biometrika 70, 1983.
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 RACE_ERROR_LEVEL = 0.05
 """Maximum probability that the best method is eliminated from a race."""
 INTERVAL_LEVEL = 0.03
-"""One minus the coverage of the intervals that are printed. Such an interval may also decide that a method is better
-than local training.
+"""One minus the coverage of the intervals that are printed. Such an interval may also show that a method is better than
+local training.
 
 In simulated races between six equally good methods, local training was eliminated, or the interval was above 0, in at
-most 5 % of the races. With a level of 0.05, this happened in up to 7 % of the races, because the method that leads is
+most 5 % of the races. At a level of 0.05, this happened in up to 7 % of the races, because the method in the lead is
 also the luckiest one."""
 
 Values = NDArray[np.float64]
@@ -42,7 +42,7 @@ class SeedPool(NamedTuple):
     """Effect of seeds on the difference between any two methods of a race.
 
     Attributes:
-        variance: variance over seeds of the difference's mean over clients.
+        variance: variance, over seeds, of the mean difference over clients.
         degrees: degrees of freedom of ``variance``.
     """
 
@@ -51,7 +51,7 @@ class SeedPool(NamedTuple):
 
 
 class PairedDifference(NamedTuple):
-    """Mean difference between two methods over clients and seeds, with its components of variance.
+    """Mean difference between two methods over clients and seeds, with its variance components.
 
     Attributes:
         mean: mean over all clients and seeds.
@@ -97,7 +97,7 @@ class PairedDifference(NamedTuple):
         return math.sqrt((lasting + passing / seeds) / self.clients)
 
     def p_above(self) -> float:
-        """Return the one-sided p-value for a mean above 0, or 1 if no test is possible."""
+        """Return the one-sided p-value for the hypothesis that a mean is above 0, or 1 if no test is possible."""
         if not self.error > 0:
             return 0.0 if self.error == 0 and self.mean > 0 else 1.0
         from scipy.stats import t  # slow to import
@@ -130,13 +130,13 @@ class PairedDifference(NamedTuple):
 
 
 def pool_seeds(values: Values) -> SeedPool | None:
-    """Estimate the effect of seeds on differences from all methods, as the interaction of methods and seeds.
+    """Estimate the effect of seeds on differences from all methods' results, as the interaction of methods and seeds.
 
     Args:
-        values: scores ``[methods, seeds, clients]``. Clients with any value that is not finite are left out.
+        values: scores ``[methods, seeds, clients]``. Clients with any value that is not finite are omitted.
 
     Returns:
-        The effect of seeds, or None if there is only one seed, only one method, or no client.
+        The effect of seeds. None if there is only one seed, only one method, or no client.
     """
     values = values[:, :, np.isfinite(values).all((0, 1))]
     methods, seeds, clients = values.shape
@@ -152,7 +152,7 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
     """Summarize a table of differences by seed and client.
 
     Args:
-        values: differences ``[seeds, clients]``. Clients with any value that is not finite are left out.
+        values: differences ``[seeds, clients]``. Clients with any value that is not finite are omitted.
         pool: effect of seeds estimated from all methods. None: the effect is unknown.
     """
     values = values[:, np.isfinite(values).all(0)]
@@ -175,11 +175,11 @@ def pair_differences(values: Values, pool: SeedPool | None = None) -> PairedDiff
 
 
 def shrink_gains(values: Values) -> Values:
-    """Predict the difference for each client, ``[clients]``, as its mean shrunk towards the mean of all clients.
+    """Predict the difference for each client, ``[clients]``: the client's mean, shrunk toward the mean of all clients.
 
-    The prediction is the best linear unbiased prediction in the two-way model. This prediction keeps only the share of
-    the variance between clients that persists over seeds. Clients with any value that is not finite are given the mean
-    of the other clients.
+    The prediction is the best linear unbiased prediction in the two-way model. This prediction retains only the share
+    of the variance between clients that persists over seeds. Clients with any value that is not finite are assigned the
+    mean of the other clients.
 
     Args:
         values: differences ``[seeds, clients]``.
@@ -198,8 +198,8 @@ def spend_level(looks: int, level: float = RACE_ERROR_LEVEL) -> list[float]:
     """Return the significance level of each look of a race, in order.
 
     Args:
-        looks: number of looks, which must be fixed before the first one.
-        level: significance level of all looks together.
+        looks: number of looks, which must be fixed before the first look.
+        level: significance level of all looks combined.
 
     >>> levels = spend_level(3)
     >>> levels[0] > levels[1] > levels[2], round(sum(levels), 12)

@@ -1,14 +1,14 @@
 """Race: decide which candidates are trained for how long, which settings are kept, and which methods are eliminated.
 
-Every method starts with the same number of settings, each of which is a candidate (arm). After a ninth of the work of a
-whole run, with one seed, about the best third of each method's settings are kept. After a third of the work, with two
-seeds, only the best setting of each method is kept. From then on, methods are compared with each other. A method is
-eliminated if another method is better by more than chance (`fedloom.lab.advise.looks`). The remaining methods are
-trained to the end. So are local training and FedAvg, as references. While the race is undecided, the rest of the budget
-is spent on more seeds.
+Every method starts with the same number of settings, each of which is called a candidate (arm). After a ninth of the
+work of a complete run, with one seed, about the best third of each method's settings are kept. After a third of the
+work, with two seeds, only the best setting of each method is retained. From then on, methods are compared with each
+other. A method is eliminated if another method is better by more than can be explained by chance
+(`fedloom.lab.advise.looks`). The remaining methods are trained for all rounds. Local training and FedAvg are also
+trained to the end, as references. While the race is undecided, the rest of the budget is spent on more seeds.
 
-The functions in this module choose what to train next and read the results. These functions do not train anything
-themselves, so they can be tested with arbitrary results.
+The functions in this module choose what to train next and interpret the results. These functions do not train any
+models themselves, so they can be tested with arbitrary results.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
 from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
 
 EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
-"""Fractions of the work of a whole run after which settings or methods are compared."""
+"""Fractions of the work of a whole run at which settings or methods are compared."""
 FIRST_SEEDS, MOST_SEEDS = 2, 5
-"""Number of seeds at the first comparison of methods, and maximum number of seeds."""
+"""Number of seeds at the first comparison of methods, followed by the maximum number of seeds."""
 MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
 """Maximum number of interim analyses (looks) at which methods may be eliminated."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
-"""Methods that take part in every race and serve as references for all others. Both methods are always trained to the
-end."""
+"""Methods that take part in every race and serve as references for all other methods. Both methods are always trained
+for all rounds."""
 DEFAULT_BUDGET_RUNS = 16.0
-"""Default budget of a race, in units of the gradients of one FedAvg run. This budget is twice the cost of tuning FedAvg
-alone with 8 trials."""
+"""Default budget of a race, in multiples of the gradients of one FedAvg run. This budget is twice the cost of tuning
+FedAvg alone with 8 trials."""
 MOST_ARMS, MOST_STAYING = 16, 4
-"""Maximum number of settings per method at the start, and maximum number that is kept after the first comparison. Any
-budget that remains is spent on more seeds."""
+"""Maximum number of settings per method at the start, and maximum number of settings kept after the first comparison.
+The budget that remains is spent on more seeds."""
 
 RunLaps = Callable[[Sequence[Lap]], Sequence[LapResult]]
 """Function that trains laps in parallel and returns their results in the order of the laps."""
@@ -49,9 +49,9 @@ class Departure(NamedTuple):
 
     Attributes:
         look: number of the interim analysis (look), counted from 1.
-        rival: label of the method that is better. The label is empty if all settings of the method failed.
-        difference: score of the rival minus score of the method, above 0 if the rival is better.
-        reason: reason why there is no result, if all settings of the method failed.
+        rival: label of the better method. If all settings of the method failed, the label is empty.
+        difference: score of the rival minus the score of the method, which is above 0 if the rival is better.
+        reason: reason why there is no result, if all settings of the method have failed.
     """
 
     look: int
@@ -66,11 +66,11 @@ class RaceOutcome(NamedTuple):
     Attributes:
         arms: best setting of each method, keyed by label.
         results: results of whole runs, keyed by label and seed, for methods in the race and for the references.
-        racing: labels of the methods still in the race, best first.
+        racing: labels of the methods that are still in the race, best method first.
         departures: eliminations of the other methods, keyed by label.
-        looks: number of interim analyses (looks) that were made.
-        level: one-sided significance level at which one method may eliminate another at the next interim analysis, or
-            at the last one if none is left.
+        looks: number of interim analyses (looks) that were carried out.
+        level: one-sided significance level at which one method may eliminate another method at the next interim
+            analysis (or at the last one if no interim analysis is left).
         spent: number of gradients spent on all laps and on planning their number of rounds.
     """
 
@@ -89,11 +89,11 @@ def last_round(depth: float, rounds: int) -> int:
 
 
 class LapShares(NamedTuple):
-    """Gradients that a method needs for its laps, as fractions of a whole run.
+    """Number of gradients that a method needs for its laps, as fractions of a whole run.
 
     Attributes:
-        early: rounds up to the first comparison.
-        middle: rounds up to the second comparison.
+        early: number of rounds before the first comparison.
+        middle: number of rounds before the second comparison.
         personal: training of the personal models that are evaluated after one lap. The personal models are trained
             again after every lap.
     """
@@ -110,17 +110,17 @@ class LapShares(NamedTuple):
 
 
 def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 0.0) -> tuple[int, int]:
-    """Return the number of settings with which each method starts, and the number kept after the first comparison.
+    """Return the number of initial settings per method, and the number kept after the first comparison.
 
     The budget is then sufficient even if no method is eliminated.
 
     Args:
         methods: cost of the laps of each method in the race.
-        budget: gradients that the race may use, in units of one FedAvg run.
-        planned: gradients used for planning the numbers of rounds, in the same unit.
+        budget: number of sample gradients that the race may compute, in multiples of one FedAvg run.
+        planned: number of gradients computed to plan the numbers of rounds, in the same unit.
 
     Raises:
-        ConfigError: the budget does not allow one setting per method.
+        ConfigError: the budget is too small for one setting per method.
 
     >>> choose_counts([LapShares()] * 6, 16), choose_counts([LapShares()] * 6, 32), choose_counts([LapShares()] * 2, 4)
     ((7, 1), (16, 4), (1, 1))
@@ -144,7 +144,7 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
 
 
 def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget: float, planned: float) -> int:
-    """Return a larger budget, in FedAvg runs, that suffices to train the finalists with the given number of seeds."""
+    """Return a larger budget, in FedAvg runs, that is enough to train the finalists with the given number of seeds."""
     starts, stays, ends = _costs(methods, planned)
     larger = math.floor(budget) + 1
     while True:
@@ -155,7 +155,7 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
 
 
 def _costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
-    """Return three costs, in runs: one more initial setting per method, one more kept setting, and everything else."""
+    """Return three costs, in runs: of one more initial setting per method, of one more kept setting, and the rest."""
     starts = sum(one.early + one.personal for one in methods)
     stays = sum(FIRST_SEEDS * (one.middle + one.personal) - one.early for one in methods)
     return starts, stays, planned + sum(FIRST_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)
@@ -179,14 +179,14 @@ def race(
         arms: settings of every method, keyed by label. The number of settings per method and ``stay`` are determined by
             `choose_counts`.
         stay: number of settings per method that are kept after the first comparison.
-        budget: maximum number of gradients that the race may use.
-        work: number of gradients of one whole run.
+        budget: maximum number of sample gradients that the race may compute.
+        work: number of gradients that one whole run computes.
         seeds: the `MOST_SEEDS` seeds of the race.
         run: function that trains laps and returns their results.
         tell: function that is called with a sentence after every comparison.
         higher: True if higher values of the metric are better.
-        planned: function that returns the number of gradients that were used outside of laps. These gradients are part
-            of the budget.
+        planned: function that returns the number of sample gradients that were computed outside of laps. These
+            gradients count toward the budget.
     """
     return _Race(arms, budget, work, seeds, 1.0 if higher else -1.0, run, tell, planned).go(stay)
 
@@ -239,7 +239,7 @@ class _Race:
         return RaceOutcome(arms, results, racing, self._departures, self._looks, level, self._spent + self._planned())
 
     def _affords(self, runs: int) -> bool:
-        """Return True if the remaining budget is sufficient for the given number of whole runs."""
+        """Return True if the remaining budget is sufficient for the given number of complete runs."""
         return self._spent + self._planned() + runs * self._work <= self._budget
 
     @property
@@ -247,7 +247,7 @@ class _Race:
         return len(self._racing()) > 1
 
     def _racing(self) -> tuple[str, ...]:
-        """Return the labels of the methods still in the race, best first."""
+        """Return the labels of the methods that are still in the race, best method first."""
         racing = [label for label in self._arms if label not in self._departures]
         means = {label: self._mean(self._arms[label][0]) for label in racing}
         return tuple(sorted(racing, key=lambda label: -means[label]))
@@ -266,9 +266,9 @@ class _Race:
             self._newest[key] = result
 
     def _mean(self, arm: Arm) -> float:
-        """Return the mean score of a candidate over its seeds and clients, with a sign such that higher is better.
+        """Return the mean score of a candidate over its seeds and clients. The sign is chosen so that higher is better.
 
-        The mean of a candidate that failed is minus infinity.
+        The mean of a failed candidate is minus infinity.
         """
         results = [r for (label, number, _), r in self._newest.items() if (label, number) == (arm.label, arm.number)]
         values = [one for r in results if (one := r.values(DECIDING_PART)) is not None]
@@ -279,7 +279,7 @@ class _Race:
         return self._sign * float(table[:, scored].mean()) if scored.any() else -math.inf
 
     def _keep(self, count: int, seeds: Sequence[int]) -> None:
-        """Keep only the best settings of each method. A method is eliminated if all of its settings have failed."""
+        """Retain only the best settings of each method. A method is eliminated if all of its settings have failed."""
         for label, one in [*self._arms.items()]:
             best = sorted(one, key=lambda arm: (-self._mean(arm), arm.number))
             self._arms[label] = best[:count]
@@ -291,7 +291,7 @@ class _Race:
                 self._tell(f"{label} leaves: {self._departures[label].reason}")
 
     def _look(self, seeds: Sequence[int], depth: float) -> None:
-        """Eliminate each method that another method beats by more than chance."""
+        """Eliminate each method for which another method is better by more than can be explained by chance."""
         level = self._levels[self._looks] / max(1, self._methods - 1)
         self._looks += 1
         racing, results = (
@@ -321,9 +321,9 @@ class _Race:
 def difference_of(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
-    """Return the difference between two methods on a part of the data, above 0 if the first method is better.
+    """Return the difference between two methods on a part of the data, which is above 0 if the first method is better.
 
-    The result is None if any result is missing.
+    The result is None if at least one of the results is missing.
 
     The effect of seeds on the difference is estimated from all methods that have results for the same seeds.
     """
@@ -344,7 +344,7 @@ def difference_table(
 ) -> Values | None:
     """Return the difference between two methods for each seed that they share and each client, ``[seeds, clients]``.
 
-    The result is None if any result is missing.
+    The result is None if at least one of the results is missing.
     """
     seeds = [seed for label, seed in results if label == one and (other, seed) in results]
     pairs = [(results[one, seed].values(part), results[other, seed].values(part)) for seed in seeds]

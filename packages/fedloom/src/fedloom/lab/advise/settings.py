@@ -23,9 +23,9 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import dump
 
 STEP_SIZE_KEY = "local.lr"
-"""Name of the setting for the step size, which is searched for every method."""
+"""Name of the step-size setting, which is tuned for every method."""
 STEP_SIZE_FACTOR = 10.0
-"""Factor that defines the range of step sizes that are tried. The range extends from the file's step size divided by
+"""Factor that determines the range of step sizes that are tried. The range extends from the file's step size divided by
 the factor to the file's step size multiplied by the factor."""
 LEFT_OUT_TABLES = ("method", "grid", "analysis")
 """Tables of an experiment file that a race ignores."""
@@ -41,17 +41,17 @@ def read_portfolio() -> tuple[tuple[str, ...], Mapping[str, Any]]:
 
 
 class Entries:
-    """Methods that take part in a race, with an experiment for each.
+    """Methods that take part in a race, together with an experiment for each of them.
 
     Args:
-        document: content of an experiment file. The methods in the file are ignored.
+        document: content of an experiment file. The methods listed in the file are ignored.
         where: name of the file, for error messages.
         read: function that converts a document to an experiment.
-        methods: registered names of the methods that take part. Local training and FedAvg are always added.
+        methods: registered names of the methods that take part in the race. Local training and FedAvg are always added.
 
     Attributes:
-        base: experiment with FedAvg only.
-        left_out: reason why a method cannot take part, keyed by label.
+        base: experiment that contains only FedAvg.
+        left_out: reasons why methods cannot take part, keyed by the label of the method.
 
     Raises:
         ConfigError: the document is not a valid experiment.
@@ -73,15 +73,15 @@ class Entries:
         self.spaces = dict[str, Mapping[str, Dimension]]()
 
     def check(self, whole: Federation, fed: Federation, seed: int) -> None:
-        """Check which methods can be run on the clients.
+        """Check which of the methods can be run on the clients.
 
         Args:
-            whole: clients with their test data, as a final comparison would use them.
+            whole: clients with their test data, in the form in which a final comparison would use them.
             fed: the federation of the race.
             seed: seed of the first run.
 
         Raises:
-            ConfigError: local training or FedAvg cannot be run.
+            ConfigError: local training or FedAvg cannot be run on these data.
         """
         for name in self._names:
             try:
@@ -103,13 +103,13 @@ class Entries:
         return tuple(self._methods)
 
     def metric(self, fed: Federation, seed: int) -> tuple[str, bool]:
-        """Return the name of the metric by which methods are compared, and whether higher values are better."""
+        """Return the name of the metric by which methods are compared, and whether higher values of it are better."""
         wanted = (self.base.tune.metric or "").partition("/")[0] or None
         setting = lap_setting(self._methods[AVERAGE_METHOD].setting, seed, 1)
         return scored_models(setting, fed, "best-on-validation", wanted, AVERAGE_METHOD)[1:]
 
     def arms(self, count: int, seed: int) -> dict[str, list[Arm]]:
-        """Return the settings to try for each method: those of the file, then settings spread over the search space."""
+        """Return the settings to try for each method: those in the file, then settings spread over the search space."""
         arms = dict[str, list[Arm]]()
         for name, method in self._methods.items():
             tried = spread_settings(self.spaces[name], file_params(method, self.spaces[name]), count, name, seed)
@@ -141,17 +141,18 @@ class Entries:
 def spread_settings(
     space: Mapping[str, Dimension], first: Mapping[str, Any] | None, count: int, label: str, seed: int
 ) -> list[Mapping[str, Any]]:
-    """Return settings spread over a space.
+    """Return settings that are spread over a space.
 
     The list starts with ``first``, if given, and continues with points of a scrambled Halton sequence.
 
-    A longer list always starts with the shorter one, so a race with a larger budget only tries additional settings.
+    A longer list always starts with the shorter list, so a race with a larger budget only tries additional settings.
 
     Args:
-        space: range or choices of every setting.
-        first: settings in the experiment file. None if the space does not contain them.
-        count: maximum number of settings to return. A space that consists of lists may contain fewer settings.
-        label: label of the method, which the random draw depends on.
+        space: range or choices for every setting.
+        first: settings in the experiment file. None if the space does not contain these settings.
+        count: maximum number of settings to return. A space that consists of lists may contain fewer settings than
+            this.
+        label: label of the method, on which the random draw depends.
         seed: seed of the random draw.
 
     >>> [one["mu"] for one in spread_settings({"mu": (0.1, 1.0)}, {"mu": 1.0}, 5, "fedprox", 0)]

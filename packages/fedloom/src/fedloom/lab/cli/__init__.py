@@ -1,4 +1,7 @@
-"""The command line: ``fedloom run FILE.toml`` and the other commands. Only the commands that need torch import it."""
+"""The command line: ``fedloom run FILE.toml`` and the other commands.
+
+Torch is imported only by the commands that need it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,10 @@ for _package in entry_points(group="fedloom.commands"):
 
 
 class Log(FileIO):
-    """Standard error that never ends a run. Text that cannot be written, for example to a closed pipe, is dropped."""
+    """Standard error stream that never ends a run.
+
+    Text that cannot be written, for example to a closed pipe, is dropped.
+    """
 
     def write(self, data: Buffer, /) -> int:
         """Write bytes and return their number, which is also returned if they could not be written."""
@@ -80,10 +86,12 @@ class Log(FileIO):
 
 
 def main() -> None:
-    """Run the command ``fedloom``. If the caller has closed a standard stream, the null device replaces it.
+    """Run the command ``fedloom``.
 
-    A character that the encoding of the output cannot represent, such as the lines of a table in ASCII, is written as a
-    question mark.
+    If the caller has closed a standard stream, the stream is replaced by the null device.
+
+    If the output encoding cannot represent a character, such as the lines of a table in ASCII, the character is written
+    as a question mark.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -42,11 +42,11 @@ core.HAS_RICH = False  # else typer writes "\\[required]" in plain help, an esca
 MAX_INTEGER = 2**63 - 1
 """Largest integer that an option accepts."""
 MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
-"""Options whose value may be empty."""
+"""Options whose value may be an empty string."""
 
 
 def _plain_number(kind: Any, value: object, param: Any, ctx: Any) -> Any:
-    """Convert the value of an option to a number, or report an error."""
+    """Convert an option's value to a number, or report an error."""
     if isinstance(value, str) and not re.fullmatch(r"[-+.0-9a-zA-Z]{1,400}", value):
         kind.fail(f"{value!r:.80} is not a number in plain digits, such as 10 or 0.5", param, ctx)
     number = kind.converts(value, param, ctx)
@@ -62,7 +62,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 @contextmanager
 def _for_reader() -> Iterator[None]:
-    """End quietly when nothing reads the output any more, as other programs do, for example with ``| head -1``."""
+    """End quietly when the reader of the output has closed it, as other programs do, for example with ``| head -1``."""
     try:
         yield
     except BrokenPipeError:
@@ -84,13 +84,13 @@ COMMAND_PACKAGES = ("fedloom-clinic", "fedloom-sites")
 class Words(TyperGroup):
     """Command group that rejects arguments that are empty or are not valid text.
 
-    An empty argument usually comes from a shell variable that is not set. As a path, it would mean the current folder.
-    Numbers must be written in plain digits, although Python would also accept ``1_0``, digits of other scripts, and
-    spaces.
+    An empty argument usually results from a shell variable that is not set. Used as a path, it would stand for the
+    current folder. Numbers must be written in plain digits. Python would also accept ``1_0``, digits of other scripts,
+    and spaces.
     """
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
-        """Return the command with this name, or None if it does not exist."""
+        """Return the command that has this name, or None if there is no such command."""
         command: Any = super().get_command(ctx, cmd_name)
         for option in [] if command is None else command.params:
             if option.type.name.startswith(("integer", "float")) and not hasattr(option.type, "converts"):
@@ -99,12 +99,12 @@ class Words(TyperGroup):
         return command
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Return the context of the command, unless help or the version was requested and printed."""
+        """Return the context of the command, unless help or the version was requested and has been printed."""
         with _for_reader():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        """Run the command and return its result, with expected errors printed as sentences."""
+        """Run the command and return its result. Expected errors are printed as sentences."""
         with _for_reader(), errors():
             try:
                 return super().invoke(ctx)
@@ -138,7 +138,7 @@ class Words(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of commands in groups, in the order of `HELP_PANELS`.
 
-        Commands that belong to no group are listed last.
+        Commands that do not belong to any group are listed last.
         """
         panels: dict[str, list[tuple[str, str]]] = {panel: [] for panel in HELP_PANELS}
         width = formatter.width - 6 - max(map(len, self.list_commands(ctx)), default=0)
@@ -197,7 +197,7 @@ def options(
 def say(*lines: object, err: bool = False) -> None:
     """Print lines in the terminal.
 
-    Control characters are shown as escapes, because names in the lines may come from files.
+    Control characters are shown as escape sequences, because names in the lines may come from files.
     """
     for line in lines:
         typer.echo(write_singular(printable(line)), err=err)
@@ -256,7 +256,7 @@ def worker_count(text: str) -> int | str:
     """Return the value of --workers: an integer >= 1, or 'auto'.
 
     Raises:
-        ConfigError: the text is neither of the two.
+        ConfigError: the text is neither an integer >= 1 nor 'auto'.
     """
     if text != "auto" and not re.fullmatch(r"0*[1-9][0-9]{0,17}", text):
         raise ConfigError(f"--workers must be 'auto' or a number of at least 1, got {text!r:.80}")
@@ -276,11 +276,11 @@ fails."""
 
 @contextmanager
 def about_file(file: Path) -> Iterator[None]:
-    """Add the name of the experiment file and the line of the key in question to error messages raised in the block.
+    """Add the name of the experiment file and the line of the key in question to messages raised inside the block.
 
     Raises:
-        ConfigError: the block raised it. The file and the line are added to its message. The same information is added
-            to a DataError.
+        ConfigError: an error was raised inside the block. The file and the line are added to the message of the error.
+            The same information is added to errors of type DataError.
     """
     try:
         yield
@@ -292,7 +292,7 @@ def about_file(file: Path) -> Iterator[None]:
 
 
 def _located(sentence: str, file: Path, text: str, fix: str) -> str:
-    """Return an error message preceded by the file and the line of the first key that the message or the fix names."""
+    """Return an error message, preceded by the file and the line of the first key that the message or advice names."""
     if sentence.startswith("--") or "choose another --out" in sentence:
         return sentence  # about the command itself
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
@@ -319,11 +319,11 @@ def line_of(
 
     Args:
         text: text of the file.
-        table: table that contains the key. The name of the table is empty for a key at the top level of the file.
+        table: table that contains the key. For a key at the top level of the file, the name of the table is empty.
         key: name of the key.
         word: unknown key or value.
-        array: name of a list of tables, given instead of ``table``.
-        place: position of the table in its list, counted from 1.
+        array: name of a list of tables, which is given instead of ``table``.
+        place: position of the table in its list, counting from 1.
         part: name of the table in a dotted key.
 
     >>> line_of("rounds = 2\n[local]\nlr = -1", "local", "lr"), line_of("lr = 3", word="lr")

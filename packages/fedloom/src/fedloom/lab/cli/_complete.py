@@ -16,7 +16,7 @@ PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
 def offer(words: Callable[[], Iterable[str]]) -> Offer:
-    """Return a function that completes a word with one of the words that ``words()`` yields."""
+    """Return a function that completes a word with any of the words that ``words()`` yields."""
 
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
@@ -30,7 +30,7 @@ def one_of(*words: str) -> Offer:
 
 
 def _keys(module: str, name: str) -> Iterator[str]:
-    """Yield the keys of the dictionary called ``name`` in a module, found by parsing the source of the module."""
+    """Parse the source of a module and yield the keys of the dictionary called ``name``."""
     for node in ast.parse((PACKAGE_FOLDER / module).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict) and ast.unparse(node.target) == name:
             yield from (
@@ -44,7 +44,7 @@ def _algorithms() -> Iterator[str]:
 
 
 def _summary() -> dict[str, Any]:
-    """Return the ``summary.json`` of the first run directory on the command line, or {} if there is none.
+    """Return the content of ``summary.json`` in the first run directory on the command line, or {} if there is none.
 
     The command line is read from the shell, because its arguments have not been parsed while an option is being
     completed.

@@ -54,9 +54,10 @@ def advise(
 ) -> None:
     """Advise which method and settings to use for your clients.
 
-    A few methods compete on validation data. Run the same command again to resume. Test data are never read.
+    A small number of methods compete on validation data. To resume, run the same command again. Test data are never
+    used.
 
-    Writes advised.toml, an experiment file for the final comparison.
+    The command writes advised.toml, an experiment file for the final comparison.
 
     Example: fedloom advise examples/quickstart.toml --out runs/quickstart-advice
     """

@@ -42,9 +42,9 @@ def analyze_file(
 ) -> None:
     """Compute statistics from sums over all clients of a file.
 
-    The clients are the users named in the table or, if there are none, the clients that the file's partition creates
-    with its first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed with
-    --set.
+    The clients are the users named in the table. If none are named, they are the clients that the file's partition
+    creates with its first seed. Options are taken from the file's [[analysis]] table of this kind and can be changed
+    with --set.
 
     Example: fedloom analyze table-1 patients.toml --rule min_subjects=5
     """
@@ -87,8 +87,8 @@ def choose_analysis(
     """Return the analysis that a command asks for, and the rules that apply to it.
 
     Args:
-        experiment: experiment in the file. If it contains an analysis of this name, that analysis supplies the
-            defaults.
+        experiment: experiment that the file describes. If it contains an analysis with this name, the defaults are
+            taken from that analysis.
         name: name of the analysis.
         values: changes to options of the analysis, such as ``width=30``.
         rules: changes to the rules, such as ``min_subjects=5``.

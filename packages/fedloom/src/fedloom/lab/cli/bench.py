@@ -75,11 +75,11 @@ def bench(
 
     The command also estimates how long the whole experiment will take. Nothing is written.
 
-    The reported time is the median per round in seconds, without the first round and without evaluation. A row is
-    marked as unreliable if other processes used more than a tenth of a core while it was measured. With --ranks, the
-    time of a round on several machines like this one is calculated from measurements of one process, as with --ranks 8
-    --machines 4 --rate 1000 --trip 50. With --per-gradient, methods are compared with FedAvg, and their time is split
-    into time at the clients and time at the server.
+    The reported time is the median number of seconds per round, excluding the first round and evaluation. A row is
+    marked as unreliable if other processes used more than a tenth of a core during its measurement. If --ranks is
+    given, the time of a round on several machines like this one is calculated from measurements of one process, for
+    example with --ranks 8 --machines 4 --rate 1000 --trip 50. With --per-gradient, methods are compared with FedAvg,
+    and their time is split into the time spent at the clients and the time spent at the server.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """

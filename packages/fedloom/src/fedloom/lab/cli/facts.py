@@ -17,15 +17,15 @@ from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, errors, say, say_json
 
 LISTS_ENTRY_POINTS = entry_points(group="fedloom.lists")
-"""Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names with a
-one-line description each."""
+"""Kinds of parts that other packages add to ``fedloom list``. Each entry point is a function that returns names, each
+with a one-line description."""
 LISTED_KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
     "devices", "schedules", "analyses", "metrics", *LISTS_ENTRY_POINTS.names,
 )  # fmt: skip
 """Kinds of parts that ``fedloom list`` accepts."""
 MIN_NAME_WIDTH = 22
-"""Minimum width of the column of names, in characters."""
+"""Minimum width, in characters, of the column that contains names."""
 
 
 @app.command(name="list", rich_help_panel="Start")
@@ -35,7 +35,7 @@ def list_command(
     ] = "methods",
     as_json: AsJson = False,
 ) -> None:
-    """List the names of all methods, or of another kind of part.
+    """List the names of all methods, or of all parts of another kind.
 
     Each name is followed by a one-line description.
 
@@ -68,7 +68,7 @@ def _print(lines: list[tuple[str, str]]) -> None:
 
 
 def format_columns(lines: list[tuple[str, str]], width: int | None) -> Iterator[str]:
-    """Yield lines with names and descriptions, side by side, or one below the other on a narrow terminal.
+    """Yield lines with names and descriptions, side by side or, on a narrow terminal, one below the other.
 
     If ``width`` is None, lines are not wrapped.
 
@@ -98,7 +98,8 @@ def describe(
 ) -> None:
     """Print a method's reference card and its options.
 
-    The card describes the problem, reference, symbols, traffic, deviations from the paper, and when to use the method.
+    The card describes the problem, the reference, the symbols, the traffic, the deviations from the paper, and when to
+    use the method.
 
     Example: fedloom describe flame
     """
@@ -123,9 +124,9 @@ def describe(
 
 
 def _options_of(name: str) -> dict[str, Any]:
-    """Return a JSON schema of the options that a method defines, with their type, default, range and meaning.
+    """Return a JSON schema of the options that a method defines, with the type, default, range and meaning of each.
 
-    The schema is empty for a method that is given by an import path.
+    The schema is empty if the method is given as an import path.
     """
     from fedloom.lab.experiment.index import index
 

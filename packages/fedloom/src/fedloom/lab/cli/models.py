@@ -83,7 +83,8 @@ def evaluate(
 ) -> None:
     """Score models on new labeled data.
 
-    Models are chosen as in predict: the model of each row's site or of --client, or else the global model.
+    Models are chosen in the same way as in predict: the model of each row's site or of --client, or else the global
+    model.
 
     Example: fedloom evaluate runs/patients --data new.csv --method ditto --client south
     """
@@ -129,9 +130,9 @@ def predict(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Predict a class or a value for rows without labels.
+    """Predict a class or a value for rows that have no labels.
 
-    For classes, probabilities are also written.
+    For classification, probabilities are also written.
 
     Example: fedloom predict runs/patients patients.csv --out predictions.csv
     """
@@ -146,19 +147,19 @@ def predict(
 
 
 FAR_ROWS_EXIT_CODE = 3
-"""Exit code if some predicted rows lie far outside the range of the training data."""
+"""Exit code if some of the predicted rows are far outside the range of the training data."""
 
 
 class PredictionsFile:
     """CSV file to which a command writes its predictions.
 
-    Without ``force``, an existing file is replaced only if it has the same columns as the new file. This rule protects
-    a table with labels, or a predictions file to which someone has added a column.
+    Unless ``force`` is given, an existing file is replaced only if it has the same columns as the new file. This rule
+    protects a labeled table, or a predictions file to which someone has added a column.
 
     Args:
         path: path of the file.
         inputs: files that the command reads.
-        force: True to replace an existing file of any kind.
+        force: True to replace any existing file, regardless of its kind.
 
     Raises:
         ConfigError: predictions must not be written to this path.
@@ -211,7 +212,7 @@ class PredictionsFile:
 def _are_columns_of_predictions(line: bytes) -> bool:
     """Return True if the first line of a file may be the header of a predictions file.
 
-    The exact columns are not known yet.
+    It is only known approximately which columns the file has.
     """
     cells = line.decode(errors="replace").replace('"', "").split(",")
     return cells[0] == "row" and "model" in cells and any(cell.startswith("prediction") for cell in cells)
@@ -305,10 +306,10 @@ def export(
     force: ForceOption = False,
     trust: Trust = False,
 ) -> None:
-    """Write a model to a file for use in other programs.
+    """Write a model to a file so that other programs can use it.
 
-    The model is the one that predict uses. The model is written as an ONNX or torch graph that accepts raw rows, or as
-    parameters only.
+    This is the model that predict uses. The model is written as an ONNX or torch graph that accepts raw rows, or only
+    its parameters are written.
 
     Example: fedloom export runs/patients --method ditto --client south --format onnx --out south.onnx
     """

@@ -88,11 +88,11 @@ def run(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Run an experiment with all its methods and seeds.
+    """Run an experiment with all of its methods and seeds.
 
-    Run the same command again to resume.
+    To resume, run the same command again.
 
-    With --dry-run, print the plan and an estimate without writing anything.
+    With --dry-run, print the plan and an estimate of the run time, but do not write anything.
 
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
 
@@ -152,7 +152,7 @@ def run(
 
 
 def _preview(plan: Plan) -> None:
-    """Print the plan of an experiment, with its sizes and its estimated cost."""
+    """Print the plan of an experiment, including its sizes and its estimated cost."""
     from fedloom.lab.experiment.measure.bench import estimates, minutes
     from fedloom.lab.printing import print_rows
 
@@ -213,7 +213,7 @@ def _print_table(out: Path) -> None:
 
 
 def _recorded_figures(out: Path) -> bytes:
-    """Return a digest of the recorded metrics. The digest is empty if no metrics are recorded."""
+    """Return a digest of the recorded metrics. If no metrics are recorded, the digest is empty."""
     place = out / "metrics.parquet"
     return hashlib.sha256(place.read_bytes()).digest() if place.is_file() else b""
 
@@ -321,9 +321,9 @@ def report_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a report of runs as a single offline HTML page.
+    """Write a report on one or more runs as a single offline HTML page.
 
-    One or more run directories may be given. Every chart is also written in a folder next to the page, as SVG and CSV.
+    One or more run directories can be given. Every chart is also written in a folder next to the page, as SVG and CSV.
 
     Example: fedloom report runs/a --baseline local
     """

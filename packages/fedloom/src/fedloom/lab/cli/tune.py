@@ -46,9 +46,9 @@ def tune(
 ) -> None:
     """Choose the settings of every method on validation data.
 
-    All methods receive the same number of trials and the same compute budget. Run the same command again to resume.
+    All methods receive the same number of trials and the same compute budget. To resume, run the same command again.
 
-    Writes tuned.toml, the experiment file with the chosen settings, and tuning.md, a report on the trials.
+    The command writes tuned.toml, the experiment file with the chosen settings, and tuning.md, a report on the trials.
 
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """

@@ -1,4 +1,4 @@
-"""The command ``fedloom watch``, which serves the report of a run or deployment in progress to this machine only."""
+"""The command ``fedloom watch``, which serves the report of a run or deployment in progress on this machine only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ setInterval(async () => {
   } catch { /* the command has ended: the last figures stay */ }
 }, %d);
 </script></body>"""
-"""Script that polls for a new report and redraws only the parts that have changed."""
+"""Script that polls for a new report and redraws only the parts of the page that have changed."""
 
 
 @app.command(rich_help_panel="Run")
@@ -52,8 +52,8 @@ def watch(
 ) -> None:
     """Serve the report of a run that is in progress.
 
-    Open it in a browser on this machine. The page includes a table of which process works on which run. Ctrl-C stops
-    the web server but not the run.
+    The address must be opened in a browser on this machine. The page includes a table that shows which process is
+    working on which run. Ctrl-C stops the web server but not the run.
 
     Example: fedloom watch runs/quickstart
     """
@@ -84,7 +84,7 @@ def watch(
 
 
 class Page:
-    """HTML page with the report of a directory. The page is rewritten when new metrics are recorded.
+    """HTML page with the report of a directory. The page is rewritten whenever new metrics are recorded.
 
     Args:
         folder: folder of a run or of a deployment.
@@ -112,7 +112,7 @@ class Page:
     def text(self) -> str:
         """Return the HTML of the current page.
 
-        If a file cannot be read at the moment, the previous page is returned.
+        If a file temporarily cannot be read, the previous page is returned.
         """
         from fedloom.lab import report
         from fedloom.lab.experiment.live import newest, snapshot
@@ -136,9 +136,9 @@ class Page:
         return (LIVE_SCRIPT % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
     def _work(self) -> str:
-        """Return a table of which process works on which unit, while several processes share the directory.
+        """Return a table that shows which process is working on which unit while several processes share the directory.
 
-        The HTML is empty if no processes share the directory.
+        If only one process uses the directory, the HTML is empty.
         """
         from fedloom.lab.experiment.units.status import list_status
         from fedloom.lab.report.markup import scrolling
@@ -152,14 +152,15 @@ class Page:
         return ""
 
     def close(self) -> None:
-        """Delete the temporary files of the page."""
+        """Delete the page's temporary files."""
         self._draft.cleanup()
 
 
 def handler(page: Page) -> type[BaseHTTPRequestHandler]:
     """Return a request handler that serves the page at ``GET /`` and rejects all other paths and host names.
 
-    The host name is checked because another website could make its name resolve to this machine and read the page.
+    The host name is checked because another website could make its own name resolve to this machine and so read the
+    page.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -195,6 +196,6 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing, because the user works in this terminal."""
+            """Log no messages, because the user works in this terminal."""
 
     return Handler

@@ -35,12 +35,12 @@ class Comparison(RecordedComparison):
     """Result of `compare`: the recorded comparison, and the result of each run with its trained models.
 
     Attributes:
-        folder: run directory with the same contents as one that `fedloom run` writes. The directory can also be opened
-            with `fedloom.open_run`.
+        folder: run directory with the same contents as a directory that `fedloom run` writes. The directory can also be
+            opened with `fedloom.open_run`.
         results: results of the completed runs, keyed by (label, seed).
         failures: reason why a run has no result, keyed by (label, seed).
-        chosen: settings that the search chose for each method, keyed by label. The mapping is empty if there was no
-            search.
+        chosen: settings that the search chose for each method, keyed by the method's label. If there was no search, the
+            mapping is empty.
     """
 
     def __init__(
@@ -101,43 +101,42 @@ def compare(
     equivalent to an experiment file for `fedloom tune` and `fedloom run`: the same code runs, resumes and reports it.
 
     Args:
-        methods: methods to compare, keyed by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of
-            your class), the name of a method, or a table with ``algorithm``, its options and settings for this method
-            only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
+        methods: methods to compare, keyed by label. Each is a method (``fl.algorithms.Ditto(lam=1.0)`` or an instance
+            of your own class), the name of a method, or a table with ``algorithm``, its options and settings for this
+            method only: ``model``, ``task``, ``local``, ``rounds``, ``sampler``, ``aggregation_weights``,
             ``personalized_aggregation``, ``aggregator``, ``upload_transform``. Methods in a list are labeled by their
             names.
-        data: a federation, which is already split into clients. Also accepted: a data set, the name of a data set, or
-            arrays ``(x, y)`` and other inputs of `fedloom.Dataset.create`. A list with a pair ``(train, test)`` for
-            each client, or anything else that `fedloom.Federation.create` accepts, is treated as a federation.
+        data: a federation, which is already split into clients. A data set, the name of a data set, arrays ``(x, y)``,
+            and any other input of `fedloom.Dataset.create` are also accepted. A list that contains a pair ``(train,
+            test)`` for each client, or any other input of `fedloom.Federation.create`, is treated as a federation.
         model: model to train, as in `fedloom.simulate`. None: softmax regression.
         partition: rule that splits a data set among clients, such as ``fl.partitions.dirichlet(clients=20,
-            alpha=0.1)``. The split is drawn again for every seed. A federation is already split, so seeds change
+            alpha=0.1)``. The split is drawn again for each seed. A federation is already split, so the seeds affect
             everything except the split.
-        seeds: seeds of the runs. Every method is run once per seed. With fewer than five seeds, no difference is
-            tested. If two methods draw nothing that affects the results for some seeds, their runs for these seeds only
-            repeat other runs, and these seeds count as one.
+        seeds: seeds of the runs. Every method is run once with each seed. With fewer than five seeds, no difference is
+            tested. If two methods make no random choice that affects the results for some seeds, their runs with these
+            seeds only repeat other runs, and these seeds count as one.
         tune: number of trials per method. Settings are chosen on validation data before the runs, with the same compute
-            budget for all methods. The table ``[tune]`` of an experiment file is also accepted. None: the settings are
-            used as given.
+            budget for all methods. The table ``[tune]`` of an experiment file is also accepted. If None, the settings
+            are used as given.
         baseline: label of the method against which the other methods are tested. None: the baseline is local training
             or FedAvg if one of them was run.
         compare_model: which of a method's models is compared. ``best-on-validation`` is the model that a client would
             use (the better of the global and the personal model on the client's validation part), ``personal`` is the
-            model that papers report, and ``all`` compares every model.
-        margin: largest difference that does not matter in practice, in the units of the leading metric (0.01 is one
-            percentage point of accuracy). Methods are called equivalent if their difference lies within the margin.
-            None: no methods are called equivalent.
-        analyses: analyses to compute after the rounds, as values, names of `fedloom.analyses.ANALYSES` or tables with
-            ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
+            model that the papers report, and ``all`` compares every model.
+        margin: largest difference that does not matter in practice, in the units of the primary metric (0.01 is one
+            percentage point of accuracy). Methods are called equivalent if their difference lies within the margin. If
+            None, no methods are called equivalent.
+        analyses: analyses to compute after the rounds, as values, as names of `fedloom.analyses.ANALYSES` or as tables
+            with ``kind``: ``["confusion", {"kind": "groups", "by": ["sex"]}]``. The report shows their results.
         folder: run directory. The same call with the same folder resumes an interrupted comparison. A search for
-            settings uses the folder ``<folder>-tune`` next to it. None: a temporary directory is used.
+            settings uses the folder ``<folder>-tune`` next to this folder. None: a temporary directory is used.
         join: True to share the runs with other processes that make the same call with the same folder, on any machine
-            that can access the folder. Every process returns the whole comparison.
+            that can access the folder. Every process returns the complete comparison.
         executor: executor that performs the runs. The executor is an object with a method ``submit(function,
-            *arguments)``, such as Dask's ``Client.get_executor()``, submitit's executors and the executors of
+            *arguments)``, such as Dask's ``Client.get_executor()``, submitit's executors or the executors of
             `concurrent.futures`. Classes that the call uses must be defined in modules that the workers can import. The
-            data are sent once per worker. The whole search for the settings of one method is submitted as a single
-            call.
+            data are sent once to each worker. The search for the settings of each method is submitted as a single call.
         callbacks: functions that are called with an event (`fedloom.lab.experiment.events.Event`: label, seed, round,
             figures) after every round and at the end of every run. An exception in a callback is reported as a warning.
             To end runs early, pass ``early_stop``.
@@ -148,10 +147,10 @@ def compare(
             0.1}``.
 
     Returns:
-        The comparison: the metrics of every method, their tests, the trained models, and the report.
+        The comparison, with the metrics of every method, their tests, the trained models, and the report.
 
     Raises:
-        ConfigError: a value is invalid, or values do not work together (Refused). Nothing has been run in that case.
+        ConfigError: a value is invalid, or values are incompatible (Refused). In that case, nothing has been run.
         DataError: the data cannot be converted to a data set.
         RunDirError: the folder contains the results of a different comparison.
         RunStopped: the comparison was interrupted (the same call with the same folder resumes it), or no trial of a
@@ -216,7 +215,7 @@ class _Hears(NamedTuple):
     track: str | None
 
     def listeners(self, plan: Plan, place: Path) -> tuple[Listener, ...]:
-        """Return all functions that receive the events of the runs in a directory."""
+        """Return all functions that receive events of the runs in a directory."""
         if self.track is None:
             return self.callbacks
         return (*self.callbacks, Tracker(self.track, plan.experiment, place))
@@ -233,7 +232,7 @@ def _compared(
     join: bool = False,
     executor: Executor | None = None,
 ) -> Comparison:
-    """Perform the missing runs and return the comparison stored in a folder."""
+    """Perform the runs that are missing from a folder, and return the comparison that is stored there."""
     document, chosen = definition.document, dict[str, Mapping[str, Any]]()
     try:
         if tunes:
@@ -267,7 +266,7 @@ def _tuned(
     join: bool,
     executor: Executor | None,
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
-    """Return the experiment document with the settings that a search chose, and these settings keyed by label."""
+    """Return the experiment document with the settings that a search chose, and these settings by method label."""
     from fedloom.lab.tune import Tuning  # needs the extra 'tune'
     from fedloom.lab.tune.search import note_limits, report_overspending
 

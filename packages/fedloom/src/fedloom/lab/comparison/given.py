@@ -1,7 +1,7 @@
-"""Experiment built from Python values: data in memory, methods, modules, and a partition or an existing federation.
+"""Experiment built from Python values: in-memory data, methods, modules, and a partition or an existing federation.
 
-The result is the same `Experiment` that a file would define, so the same code tunes, runs, resumes and reports it. The
-settings of this experiment identify objects in memory by their class and digest. If the same call is made again with
+The result is the same `Experiment` that a file would define, so that the same code can tune, run, resume and report it.
+The settings of this experiment identify in-memory objects by their class and digest. If the same call is repeated with
 the same values, it resumes from the folder.
 """
 
@@ -31,11 +31,11 @@ from fedloom.local import LocalSGD
 from fedloom.values import dump, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
-"""Keys that mark a mapping as a data set. Any other mapping is read as clients, keyed by name."""
+"""Keys by which a mapping is recognized as a data set. Any other mapping is interpreted as clients, keyed by name."""
 
 
 class InMemory(Source):
-    """Data set that is held in memory."""
+    """Data set that was passed as an object in memory."""
 
     held: Any = Field(exclude=True, repr=False, description="the data set")
 
@@ -76,27 +76,27 @@ class Ready(Partition):
 
 
 class GivenExperiment:
-    """Experiment built from Python values, with a document that a search for settings may change.
+    """Experiment that is built from Python values, with a document that a search for settings can change.
 
     Args:
         methods: methods keyed by label, or a sequence of methods that are labeled by their names.
-        data: a federation, which is already split into clients. A data set, the name of a data set, or an input of
+        data: a federation, which is already split into clients. A data set, the name of a data set, or any input of
             `Dataset.create` is also accepted.
         partition: rule that splits a data set among clients.
-        seeds: seeds of the runs. Every method is run once per seed.
-        tune: options of the search for settings.
+        seeds: seeds of the runs. Every method is run once with each seed.
+        tune: options for the search of settings.
         name: name of the comparison, shown in titles.
         choices: fields of `Setting` that all methods share.
         analyses: analyses as values, names or tables.
-        keywords: other keywords that the caller accepts, listed in error messages.
-        call: name of the function that the user called, for error messages.
+        keywords: other keywords that the caller accepts, which are listed in error messages.
+        call: name of the function that the user called, for use in error messages.
 
     Attributes:
-        document: content of the equivalent experiment file, but with values in place of tables.
+        document: content of the equivalent experiment file, in which values take the place of tables.
         experiment: experiment that was built from the document.
 
     Raises:
-        ConfigError: a value is invalid. The message names the method or option.
+        ConfigError: a value is invalid. The message names the invalid method or option.
         DataError: the data cannot be converted to a data set.
     """
 
@@ -139,14 +139,14 @@ class GivenExperiment:
 
     @property
     def references(self) -> list[str]:
-        """Labels that can serve as the baseline: each method, and the better of local training and FedAvg."""
+        """Labels that can serve as the baseline: every method, and the better of local training and FedAvg."""
         compared = self.experiment.methods
         alone, average = ([m.label for m in compared if m.setting.role == role] for role in ("alone", "average"))
         rival = [f"{alone[0]} or {average[0]}"] if alone and average else []
         return [*(method.label for method in compared), *rival]
 
     def read(self, document: Mapping[str, Any], where: str = "") -> Experiment:
-        """Parse `document` into an experiment. A search may have changed the tables of its methods."""
+        """Parse `document` into an experiment. A search may have changed the tables of the methods in it."""
         return parse(document, where or self._call, self._way)
 
 
@@ -168,7 +168,7 @@ def _call_places(methods: Sequence[Mapping[str, Any]], keywords: Iterable[str]) 
 
 
 def _federation(data: object, partition: object, call: str) -> tuple[Source | dict[str, str], Partition]:
-    """Return the source of the data, as a value or a table, and the partition."""
+    """Return the source of the data, as a value or a table, together with the partition."""
     if data is None:
         raise ConfigError(
             f"{call}: data is missing. Pass a federation, a list of clients, a data set, or the name of a data set"
@@ -208,7 +208,7 @@ def _federation(data: object, partition: object, call: str) -> tuple[Source | di
 
 
 def _methods(methods: Mapping[str, object] | Sequence[object]) -> list[dict[str, Any]]:
-    """Return the tables that describe the methods, each with a label."""
+    """Return the tables that describe the methods, together with a label for each."""
     if not has_type(methods, Mapping, Sequence) or has_type(methods, str, bytes) or not methods:
         raise ConfigError(
             "compare: methods must be a dict that maps labels to methods, such as {'fedavg': "

@@ -1,6 +1,6 @@
 """Reference cards: descriptions of every method and its options.
 
-The module also lists every other kind of part that an experiment selects by name.
+The module also lists every other kind of part that can be selected by name in an experiment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PART_KINDS: Mapping[str, Mapping[str, type[Value]]] = {
 """Topics that ``fedloom list`` accepts in addition to methods, metrics and recipes."""
 
 COUNTED_METHODS = tuple(name for name, entry in REGISTRY.items() if not (isinstance(entry, Preset) and entry.pooled))
-"""Methods that the documentation counts: all except references that train on the pooled data of all clients."""
+"""Methods that the documentation counts: all methods except references that train on the pooled data of all clients."""
 
 
 def parts(what: str) -> list[tuple[str, str]]:
@@ -78,10 +78,10 @@ def text(entry: type[Algorithm] | Preset) -> str:
 def card(name: str) -> str:
     """Return the card of a method, with the defaults and ranges of its options.
 
-    The name may also be the import path of a user's class.
+    The name may also be the import path of a class written by the user.
 
     Raises:
-        ConfigError: no method has this name. The message suggests the most similar name.
+        ConfigError: there is no method with this name. The message suggests the most similar existing name.
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
@@ -98,7 +98,7 @@ THEOREM_EXAMPLES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "upload_transform": ("an upload transform", {"channel": CHANNELS["top-k"]()}),
     "attack": ("attackers", {}),
 }
-"""Kinds of parts that a theorem may not cover: a description of each, and an example for `check_together`."""
+"""Kinds of parts that a theorem may not cover. Each has a description, and an example for `check_together`."""
 
 
 def theory(name: str) -> list[str]:
@@ -116,7 +116,7 @@ def theory(name: str) -> list[str]:
 
 
 def loses(name: str) -> tuple[str, ...]:
-    """Return the kinds of parts that a method accepts but its theorem does not cover."""
+    """Return the kinds of parts that a method accepts, but that its theorem does not cover."""
     algorithm = REGISTRY[name]()
     method = algorithm if isinstance(algorithm, PresetMethod) else PresetMethod(algorithm)
 

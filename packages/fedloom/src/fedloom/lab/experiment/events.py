@@ -1,4 +1,4 @@
-"""Events: progress reports of runs for the terminal, trackers and callbacks. Runs in other processes send them too."""
+"""Events: progress reports of runs for terminals, trackers and callbacks. Runs in other processes also send events."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State
 
 EVENT_INTERVAL_SECONDS = 0.2
-"""Minimum time in seconds between two events of a run in another process if nothing new was measured."""
+"""Minimum time in seconds between two events of a run in another process if there are no new measurements."""
 
 ERROR_GRACE_SECONDS = 2.0
-"""Time in seconds after an error during which events that are already queued are still delivered."""
+"""Time in seconds after an error during which queued events are still delivered."""
 
 Figures = dict[str, float]
 """Metrics of the whole federation, keyed by ``model/part/metric``."""
@@ -34,12 +34,12 @@ class Event(NamedTuple):
         rounds: total number of rounds of the run.
         round: number of rounds completed so far.
         figures: metrics measured since the last event, keyed by round. The first event of a run contains all metrics
-            measured so far.
-        pace: recent time per round in seconds, including a proportional share of the evaluation. None while the time is
-            unknown.
+            that have been measured so far.
+        pace: recent time per round in seconds, including a proportional share of the time for evaluation. None as long
+            as the time is unknown.
         diverged: sentence that describes the divergence, if this event is the first to detect it. The sentence is empty
             otherwise. The run continues.
-        status: word for how the run ended, such as "failed". The word is empty while the run is in progress.
+        status: word for how the run ended, such as "failed". The word is an empty string while the run is in progress.
     """
 
     label: str
@@ -75,12 +75,12 @@ class Emitter:
         self._records_read, self._last, self._divergence, self._guard = 0, 0.0, Divergence(), Guard()
 
     def __call__(self, state: State) -> None:
-        """Send an event after a round, unless it has no new metrics and the last event was too recent."""
+        """Send an event after a round, unless there are no new metrics or the last event was sent too recently."""
         if len(state.records.items) > self._records_read or time.monotonic() - self._last >= self._pause:
             self._emit(state, "")
 
     def end(self, state: State | None, status: str) -> None:
-        """Send the event at the end of a run. The state is None if user code failed."""
+        """Send the event at the end of a run. If user code failed, the state is None."""
         if state is not None:
             self._emit(state, status)
             return

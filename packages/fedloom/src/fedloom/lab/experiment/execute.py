@@ -85,21 +85,21 @@ class Plan:
         data_dir: folder of data sets.
         force: True to discard the existing results. Existing results are discarded after `run` has locked the
             directory.
-        partly: True to discard only the results of the methods in this experiment. The directory must belong to this
-            experiment.
-        dry: True to only inspect the directory. Nothing is written or discarded in that case.
+        partly: True to discard only the results of the methods in this experiment. The directory must already belong to
+            this experiment.
+        dry: True to inspect the directory without changing it. Nothing is written or discarded in that case.
         reads: files that the caller reads, such as the experiment file.
-        ranks: distributed processes, all of which must make the same calls. Only rank 0 uses the run directory, except
-            for rows that are stored on each machine.
+        ranks: distributed processes, all of which must make the same calls. Only rank 0 accesses the run directory,
+            except for rows that are stored separately on each machine.
 
     Attributes:
         notes: remarks about each method that are known before its first round, keyed by label.
 
     Raises:
-        RunDirError: the directory belongs to a different experiment, or it is not a run directory.
+        RunDirError: the directory belongs to a different experiment, or is not a run directory.
         DataError: the data cannot be read.
-        ConfigError: the experiment is invalid, or the directory lies inside another run directory or a deployment, or
-            it contains a file that the caller reads. Nothing has been written if it is raised.
+        ConfigError: the experiment is invalid, or the directory lies inside a different run directory or a deployment,
+            or contains a file that the caller reads. If this error is raised, nothing has been written.
     """
 
     @default_to_cpu()
@@ -147,9 +147,9 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """Remarks about the first seed's clients and about the methods.
+        """Remarks about the clients with the first seed, and about the methods.
 
-        Each remark appears once, with the labels of its methods.
+        Each remark is listed once, with the labels of the methods to which it applies.
         """
         labels = dict[str, list[str]]()
         for label, notes in self.notes.items():
@@ -165,7 +165,7 @@ class Plan:
 
     @property
     def rounds(self) -> dict[str, int]:
-        """Number of rounds of each method, summed over all seeds and keyed by label."""
+        """Number of rounds that each method runs, summed over all seeds and keyed by label."""
         return self.experiment.rounds
 
     @cached_property
@@ -177,24 +177,24 @@ class Plan:
     def run(
         self, *listeners: Listener, page: bool = True, join: bool = False, executor: Executor | None = None
     ) -> list[Outcome]:
-        """Perform the missing runs, write every file of the run directory, and return all outcomes.
+        """Perform the missing runs, write all files of the run directory, and return all outcomes.
 
         Args:
             listeners: functions that are called with an event after every round and at the end of every run.
             page: True to write the HTML report.
             join: True to share the runs with other processes that join the experiment, on any machine that can access
                 the directory.
-            executor: executor that performs the runs, with a method ``submit(function, *arguments)`` (see
+            executor: executor with a method ``submit(function, *arguments)`` that performs the runs (see
                 `units.executors`).
 
         Returns:
             The outcome of every run, including runs that were already complete.
 
         Raises:
-            CheckpointError: the disk is full or refuses a write. Completed work is kept.
+            CheckpointError: the disk is full or refuses a write. Completed work is not lost.
             RunDirError: another process is using the directory, or has started a different experiment in it. This error
-                is also raised if two labels differ only in case and the file system ignores case.
-            ConfigError: ``join`` is combined with ranks or with discarding existing results.
+                is also raised if two labels differ only in case and the file system is not case-sensitive.
+            ConfigError: ``join`` is combined with ranks or with an option that discards existing results.
             RunStopped: the user interrupted this process, which had joined the experiment. The other processes
                 continue.
         """
@@ -223,7 +223,7 @@ class Plan:
         return outcomes
 
     def _check_travels(self, executor: Executor, *, join: bool) -> None:
-        """Raise an error if no executor can run the experiment, before any work is done."""
+        """Raise an error, before any work is done, if no executor can run the experiment."""
         check_executor(executor)
         if join or self.ranks.size > 1:
             raise ConfigError("an executor already distributes the work. Omit `join` and torchrun")
@@ -233,7 +233,7 @@ class Plan:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_elsewhere(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
-        """Let an executor perform the missing runs.
+        """Let an executor perform the runs that are missing.
 
         Return whether the user stopped it, and the failures keyed by run.
         """
@@ -257,7 +257,7 @@ class Plan:
     def _run_joined(self, listeners: tuple[Listener, ...], *, page: bool) -> list[Outcome]:
         """Perform the work of `run` together with other processes and return all outcomes.
 
-        The processes divide the runs, the additional runs that analyses need, and the writing of the final files.
+        The processes share the runs, the additional runs that analyses need, and the writing of the final files.
         """
         if self.ranks.size > 1:
             raise ConfigError(
@@ -300,7 +300,7 @@ class Plan:
         return outcomes
 
     def _finish(self, outcomes: list[Outcome], further: FurtherRuns, *, page: bool) -> None:
-        """Write the files of a directory that several processes have worked on."""
+        """Write the files of a directory in which several processes have computed results."""
         self._write(outcomes)
         further.write_published()
         self._write_page(outcomes, page=page)
@@ -321,8 +321,8 @@ class Plan:
     ) -> list[Outcome]:
         """Perform all missing runs and return the outcome of every run.
 
-        Runs in ``ended`` send no events, because listeners have already received them. Outcomes in ``read`` are used as
-        they are.
+        Runs in ``ended`` send no events, because listeners have already received these events. Outcomes in ``read`` are
+        used without being read again.
 
         Runs in ``failures`` failed in another process and are not repeated.
         """
@@ -353,7 +353,7 @@ class Plan:
     ) -> Outcome:
         """Run one method with one seed and return the outcome.
 
-        If ``workers`` is given, the run is one of several simultaneous runs.
+        If ``workers`` is given, this run is one of several runs at the same time.
 
         If ``claim`` is given, the run is computed in the folder of the claim.
         """
@@ -390,8 +390,8 @@ class Plan:
     ) -> bool:
         """Perform the runs in forked processes and return True if the user stopped them.
 
-        The forked processes write checkpoints and models. Meanwhile, this process reads the outcome of every run that
-        has been completed.
+        The forked processes write the checkpoints and the models. Meanwhile, this process reads the outcome of each run
+        as soon as it is complete.
         """
         line, seconds = EventQueue(), dict[str, float]()
         seeds = self.experiment.head.seeds
@@ -435,7 +435,7 @@ class Plan:
         return FurtherRuns(self.experiment, self.federations, self.out, self.runs, outcomes, simulate)
 
     def _run_further(self, outcomes: Sequence[Outcome]) -> None:
-        """Perform the additional runs that analyses need, for each complete run.
+        """Perform the additional runs that the analyses need for each complete run.
 
         Rows that have already been computed are kept.
         """

@@ -1,4 +1,4 @@
-"""Read experiment files: the keys, types and ranges of a file are checked here, once, and converted to values."""
+"""Read experiment files: all keys, types and ranges in a file are checked here and converted to values."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def read(
     """Read a TOML file and return its experiment, changed as described in `fedloom.lab.experiment.overrides`.
 
     Args:
-        path: path of the file. The file may be in a run directory, where its table ``resolved`` records the versions
-            that the run used.
+        path: path of the file. The file may be in a run directory. In this case, its table ``resolved`` records the
+            versions that the run used.
         values: changes to single values, such as ``local.lr=0.1``.
-        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
+        methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
         rounds: number of rounds of every method, which replaces the number in the file.
-        trust: True to run code that the file names by import path even if another user owns the file.
+        trust: True to run code that the file refers to by import path even if another user owns the file.
         refit: True to train on all samples, with the first seed.
-        recorded: True if an earlier version may have written the file, as in a run directory. The keys of such a file
+        recorded: True if an earlier version may have written the file, as in a run directory. The keys in such a file
             may have their old names.
         document: content of the file, if it has already been read.
-        engine: values for keys of the table [engine]. Values that are not None replace those of the file.
+        engine: values for keys in the table [engine]. Values that are not None replace the values in the file.
 
     Raises:
-        ConfigError: the file is missing, is not valid TOML, contains invalid values, or names code although another
-            user owns the file.
+        ConfigError: the file is missing, is not valid TOML, contains invalid values, or refers to code although a
+            different user owns the file.
     """
     document = read_toml(path, "experiment file") if document is None else document
     content = {key: value for key, value in document.items() if key != "resolved"}
@@ -84,10 +84,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment", way: Places | 
     """Check the content of an experiment file and return its experiment.
 
     Args:
-        document: content of an experiment file. In Python, values may replace its tables, and method objects may
-            replace the names of algorithms.
+        document: content of an experiment file. In Python, tables of the document may be replaced by values, and names
+            of algorithms by method objects.
         where: name of the file, for error messages.
-        way: keys that the origin of the document accepts. None: the document comes from a file.
+        way: keys that are accepted for the origin of the document. If None, the document comes from a file.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong, or a value is out of range. The message states the file, the
@@ -159,7 +159,7 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
 
 
 def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
-    """Return the setting, with groups added if its aggregation weights compare groups of rows.
+    """Return the setting, and add groups to it if its aggregation weights compare groups of rows.
 
     The groups are those of the first analysis that defines groups.
     """
@@ -171,7 +171,7 @@ def grouped(setting: Setting, analyses: Iterable[Analysis]) -> Setting:
 def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return the table [local] with the changes that the table of a method makes to it.
 
-    If the changes set epochs, steps are dropped, and vice versa.
+    If the changes set epochs, steps are removed, and vice versa.
     """
     pairs = (("steps", "epochs"), ("epochs", "steps"))
     replaced = {other for key, other in pairs if key in changes and other not in changes}
@@ -179,9 +179,9 @@ def merge_local(local: Mapping[str, object], changes: Mapping[str, object]) -> d
 
 
 def difference_to_recorded(recorded: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
-    """Return a message about the first key in which the recorded and the current settings differ, or "" if they agree.
+    """Return a message about the first key whose recorded and current values differ, or "" if all values agree.
 
-    Methods and analyses may be added or removed. If an option did not exist when the settings were recorded, its
+    Methods and analyses can be added or removed. If an option did not exist when the settings were recorded, its
     default applies.
 
     Args:
@@ -232,7 +232,7 @@ def _method(
 ) -> Method:
     """Return the method that a table describes.
 
-    The experiment's choice of default constants applies unless the table makes its own choice.
+    The experiment's choice of default constants applies unless the table specifies its own.
     """
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"

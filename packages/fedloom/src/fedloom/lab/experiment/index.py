@@ -33,7 +33,10 @@ class Index(NamedTuple):
 
 
 def index() -> Index:
-    """Return the cached index. The index is rebuilt if it is missing or was built from different source files."""
+    """Return the cached index.
+
+    The index is rebuilt if it is missing, or if it was built from different source files.
+    """
     text = cache.find(INDEX_FILE, _sources())
     return _make() if text is None else Index(**json.loads(text))
 
@@ -48,6 +51,6 @@ def _make() -> Index:
 
 
 def _sources() -> str:
-    """Return a digest of the package's files, its dependencies' versions and the analyses that other packages add."""
+    """Return a digest of the package's files, its dependencies' versions, and the analyses that other packages add."""
     added = "".join(f"{name}{place}" for name, place in ANALYSES.places.items())
     return cache.fingerprint([Path(__file__).parents[2]]) + hashlib.sha256(added.encode()).hexdigest()[:16]

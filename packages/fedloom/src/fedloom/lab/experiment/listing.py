@@ -17,7 +17,7 @@ Row = dict[str, str | int | float | None]
 
 
 def listed(opened: RunDirectory) -> list[Row]:
-    """Return a row for each model: method, seed, kind, number of models, leading metric, and file.
+    """Return a row for each model: method, seed, kind, number of models, primary metric, and file.
 
     The metric after the last evaluated round is given as the mean over the clients' test parts and as the mean over the
     worst tenth of the clients. The metric of an adapted model is measured on samples that were held out from the

@@ -1,4 +1,4 @@
-"""Live metrics of an unfinished run, from which an interim report can be made."""
+"""Live metrics of an unfinished run, from which an interim report can be created."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LiveFigures:
         self._last, self._records_written = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
-        """Write all metrics after a round, unless nothing new was measured or the last write was too recent."""
+        """Write all metrics after a round, unless there are no new measurements or the last write was too recent."""
         count, now = len(state.records.items), time.monotonic()
         if count == self._records_written or (now - self._last < WRITE_INTERVAL_SECONDS and state.round < self._rounds):
             return
@@ -53,7 +53,7 @@ class LiveFigures:
 
 
 def newest(out: Path) -> dict[str, int]:
-    """Return the files of a run directory that a report reads, keyed by name, with their modification times.
+    """Return the files of a run directory that a report reads, keyed by file name, with their modification times.
 
     A change of these times shows that the report is out of date.
     """

@@ -73,13 +73,14 @@ class RunDirectory:
     Iterating over it yields its runs. ``opened["flame", 0]`` is the run of the method "flame" with seed 0.
 
     Args:
-        path: path of the directory.
+        path: path of the run directory.
         model: see `open_run`.
-        trust: True to run code that the directory names by import path although another user owns the directory.
+        trust: True to run code that the directory names by import path, although a different user owns the directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
-        ConfigError: the given model is not a model, or the recorded settings already specify the models of the runs.
+        ConfigError: the given model cannot be used as a model, or the recorded settings already specify the models of
+            the runs.
     """
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
@@ -130,7 +131,7 @@ class RunDirectory:
         return RecordedRun(*key, run.status, run.reason, run.rounds, self.table, partial(self.saved_models, *key))
 
     def runs(self, method: str | None = None, seed: int | None = None) -> list[RecordedRun]:
-        """Return the runs of a method, the runs of a seed, the run of both, or all runs.
+        """Return the runs of a method, the runs with a seed, the run with both, or all runs.
 
         Raises:
             ConfigError: the directory contains no run of this method or seed.
@@ -161,14 +162,14 @@ class RunDirectory:
         """Settings of the experiment. The data and the clients are not loaded, because the data may have been moved.
 
         Raises:
-            ConfigError: some of the user's code can no longer be imported, or the directory belongs to another user.
+            ConfigError: some of the user's code can no longer be imported, or a different user owns the directory.
         """
         return self._experiment(self._methods)
 
     def _experiment(self, methods: Sequence[Mapping[str, Any]]) -> Experiment:
-        """Return the settings of the experiment with only the given methods.
+        """Return the settings of the experiment, restricted to the given methods.
 
-        The other methods are left out because their code may no longer exist.
+        The other methods are omitted, because their code may no longer exist.
         """
         check_document(self._document, self.path / SETTINGS_FILE, trust=self._trust)
         apart = ("resolved", "partition", "analysis")  # a model is used without the packages of the analyses
@@ -178,12 +179,12 @@ class RunDirectory:
 
     @property
     def _methods(self) -> list[Mapping[str, Any]]:
-        """Tables that describe the methods."""
+        """Tables that describe the methods of the experiment."""
         methods = self._document.get("method")
         return [m for m in methods if isinstance(m, Mapping)] if isinstance(methods, list) else []
 
     def _insert_model(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a table of settings, with the user's model inserted if the table names no model."""
+        """Return a table of settings. If the table does not name a model, the user's model is inserted."""
         held = self._model is not None and _has_unnamed_model(table)
         return {**table, **({"model": {**table["model"], "held": self._model}} if held else {})}
 
@@ -206,11 +207,11 @@ class RunDirectory:
 
     @cached_property
     def new_data(self) -> NewData:
-        """Options with which the run's models read new data."""
+        """Options with which the models of the run read new data."""
         return NewData(self._document.get("data", {}))
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """Read labeled new data, given as in ``[data] source``, and return them in the form that the models need.
+        """Read labeled new data, specified as in ``[data] source``, and return them in the form that the models need.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -231,21 +232,21 @@ class RunDirectory:
         """Return the predictions for rows without labels.
 
         Args:
-            data: file with rows (for texts, the lines of a .txt file), or any value that
+            data: file that contains rows (for texts, the lines of a .txt file), or any value that
                 `fedloom.data.new_rows.new_rows` accepts. If a table contains the column that identified the clients in
-                training, this column selects each row's client here too.
-            method: label of the method. None: the method that is best on validation (see `best`).
+                training, this column also selects each row's client here.
+            method: label of the method. None: the method with the best validation result (see `best`).
             seed: seed of the run. None: the first seed.
-            client: client whose model makes the predictions for all rows. None: each row uses the model of its site,
+            client: client whose model makes the predictions for all rows. If None, each row uses the model of its site,
                 and rows without a site use the global model.
-            kind: "global", "personal" or "hybrid", or the path of an adapted model, which then makes the predictions
-                for all rows. None: the best kind for each client.
+            kind: "global", "personal" or "hybrid", or the path of an adapted model, with which predictions are then
+                made for all rows. If None, the best kind for each client is used.
             data_dir: folder of data sets.
-            id_columns: columns of the table that are copied to the predictions.
+            id_columns: columns of the table that are copied to the table of predictions.
 
         Raises:
             ConfigError: the method, seed, client or model does not exist.
-            DataError: the columns or the shape differ from those in training, or a cell has a value that was not
+            DataError: the columns or the shape differ from the training data, or a cell has a value that was not
                 accepted in training.
         """
         first = self.runs(method, seed)[0].models
@@ -278,8 +279,8 @@ class RunDirectory:
 
         If neither a client nor a kind is given, all models of a run are scored, provided that the site of each row is a
         client of the run. Otherwise, only the global model is scored. If a model for tables would scale its inputs by
-        the clients' average, a second result is yielded that scales them by the new rows, as for a client that trains
-        on these rows.
+        the clients' average, a second result is yielded, for which the inputs are scaled by the new rows, as for a
+        client that trains on these rows.
         """
         runs = self.runs(method, seed)
         data = runs[0].models.recipe.facts.labelled(data)
@@ -294,7 +295,7 @@ class RunDirectory:
         """Load a model that was adapted from one of the runs and return it.
 
         Raises:
-            LayoutError: the file does not contain a model, or contains a different architecture.
+            LayoutError: the file does not contain a model, or its model has a different architecture.
         """
         with open_tensors(Path(path), check=False) as file:  # checked in whole by Model.load
             label = facts_of(file, Path(path))[1].get("method")
@@ -306,8 +307,8 @@ class RunDirectory:
         """Load a model that was adapted from one of the selected runs and return it.
 
         Raises:
-            LayoutError: the file does not contain a model, or contains a different architecture.
-            ConfigError: the model was adapted from a run that is not selected.
+            LayoutError: the file does not contain a model, or its model has a different architecture.
+            ConfigError: the model was adapted from a run that was not selected.
         """
         model = self.load(path)
         run = (model.about.get("method"), model.about.get("seed"))
@@ -321,10 +322,10 @@ class RunDirectory:
         The metric is averaged over clients and seeds.
 
         Args:
-            seed: seed of the run. None: the first seed of the method that has finished.
+            seed: seed of the run. None: the first seed for which the method has finished.
             personal: True to compare the personal models of methods that have them. False to compare only global
                 models.
-            shared: True if the method must have a global model.
+            shared: True if the method must produce a global model.
 
         Raises:
             ConfigError: no run has finished, or nothing was measured on validation data.
@@ -356,7 +357,7 @@ class RunDirectory:
         return any(s.encoding == "lowrank" for s in encodings(self._setting(method).method, "down").values())
 
     def _repr_html_(self) -> str:
-        """Return the table of results as HTML, with one row per method and model, averaged over seeds."""
+        """Return the table of results as HTML, with one row per method and model. Values are averaged over seeds."""
         from fedloom.lab.report import notebook as display
 
         rows = result_table(self.path).to_pylist()
@@ -371,7 +372,7 @@ class RunDirectory:
 
 
 def _deployed(path: Path) -> str:
-    """Return what part of a deployment a folder is and which commands to use instead, or "" for any other folder."""
+    """Return the role of a folder in a deployment and the commands to use instead, or "" for any other folder."""
     if (path / "site.toml").is_file():
         return f"a site of a deployment. Use 'fedloom deploy predict {path} ROWS' (also evaluate and export)"
     if (path.parent / "site.toml").is_file():
@@ -395,17 +396,18 @@ def open_run(path: Path | str, model: OwnModel | None = None, *, trust: bool = F
 
     Nothing is recomputed.
 
-    The only code that may be executed is code that ``experiment.toml`` names by import path, and only when models are
-    used. Model files never name code.
+    The only code that may be executed is code that ``experiment.toml`` refers to by import path, and it is executed
+    only when models are used. Model files never name code.
 
     Args:
-        path: path of the directory.
-        model: module, class or function that was passed to `fedloom.compare` as the model, if it has no import path.
-            The weights of a module are ignored.
-        trust: True to run code named in ``experiment.toml`` although another user owns the directory.
+        path: path of the run directory.
+        model: module, class or function that was passed to `fedloom.compare` as the model, if the model has no import
+            path. The weights of a module are ignored.
+        trust: True to run the code that ``experiment.toml`` names although a different user owns the directory.
 
     Raises:
         RunDirError: the path is not a run directory, or the directory is damaged.
-        ConfigError: the given model is not a model, or the recorded settings already specify the models of the runs.
+        ConfigError: the given model cannot be used as a model, or the recorded settings already specify the models of
+            the runs.
     """
     return RunDirectory(path, model, trust=trust)

@@ -45,13 +45,13 @@ RECORDED_PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pyda
 
 
 Spent = tuple[Sequence[float], Sequence[float]]
-"""Duration of each round in seconds, and the one-off costs in each round (such as compilation), in seconds."""
+"""Duration of each round in seconds, followed by its one-off costs (such as compilation) in seconds."""
 
 
 class Outcome(NamedTuple):
     """Outcome of a run in a comparison: its result, or the reason why there is no result.
 
-    damaged: True if the checkpoint of the run cannot be read. In that case, its earlier metrics stay in the tables.
+    damaged: True if the checkpoint of the run cannot be read. In that case, its earlier metrics remain in the tables.
     """
 
     label: str
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """True if the run reached its end with finite metrics, even if it had diverged by some round."""
+        """True if the run completed all rounds with finite metrics, even if it had diverged by some round."""
         return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
@@ -98,7 +98,7 @@ def write_settings(out: Path, experiment: Experiment) -> None:
 
 
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write ``metrics.parquet``, which contains no times, and ``timings.parquet``."""
+    """Write ``metrics.parquet``, which does not contain times, and ``timings.parquet``."""
     done = [(o, o.result) for o in outcomes if o.result is not None]
     runs = [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done]
     write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.damaged])
@@ -109,7 +109,7 @@ def write_measured(
     runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
     keep: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """Write metrics and timings of runs, each as (label, seed, metrics, (seconds per round, one-off seconds)).
+    """Write metrics and timings of runs, each given as (label, seed, metrics, (seconds per round, one-off seconds)).
 
     Existing rows of the runs in ``keep`` stay in the files.
     """
@@ -130,7 +130,7 @@ def write_analyses(
         out: the run directory.
         analyses: all analyses of the experiment.
         outcomes: outcomes of all runs. Only complete runs are analyzed.
-        federation: federation of the first seed, whose rows are used by analyses that are computed from sums.
+        federation: federation of the first seed. Analyses that are computed from sums use its rows.
     """
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
@@ -186,9 +186,9 @@ def further_before(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
 def write_further(
     out: Path, analysis: Analysis, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
 ) -> None:
-    """Write the rows of additional runs, keyed by the label and seed of the run that they belong to.
+    """Write the rows of additional runs, keyed by the label and seed of the run to which they belong.
 
-    Existing rows of the runs in ``keep`` stay in the file.
+    Existing rows of the runs in ``keep`` remain in the file.
     """
     rows = [labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
     write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
@@ -212,7 +212,7 @@ def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, 
 
 
 def select_runs(table: pa.Table, runs: Collection[tuple[str, int]], *, invert: bool = False) -> pa.Table:
-    """Return the rows of a table that belong to the given runs, or with ``invert`` all other rows."""
+    """Return the rows of a table that belong to the given runs or, with ``invert``, all other rows."""
     keys = zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)
     return table.filter(pa.array([(key in runs) != invert for key in keys], pa.bool_()))
 
@@ -303,8 +303,8 @@ def partition_table(
             sizes are known.
         groups: number of each client's planted group, ``[n]``. None: -1 is written for all clients.
         attackers: indices of the clients that are attackers.
-        tests: test part of each client. The sizes of the test parts and one digest of all test parts are written. None:
-            the test parts are unknown.
+        tests: test part of each client. The sizes of the test parts are written, together with one digest of all test
+            parts. None: the test parts are not known.
     """
     n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {
@@ -330,7 +330,7 @@ def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
 
 
 def labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
-    """Return the table with the columns ``method`` and ``seed`` inserted at the front."""
+    """Return the table after inserting the columns ``method`` and ``seed`` at the front."""
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))

@@ -14,7 +14,7 @@ from fedloom.rundir import label_of
 from fedloom.values import FACTOR_PATTERN, table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
-"""Pattern of text that is accepted without TOML quotes, because the shell would remove them."""
+"""Pattern of text that is accepted without TOML quotes, because a shell would remove the quotes."""
 
 
 def apply_overrides(
@@ -28,21 +28,22 @@ def apply_overrides(
 ) -> dict[str, Any]:
     """Apply the changes of the command line to an experiment document and return the changed document.
 
-    The result is not checked here. `fedloom.lab.experiment.parse` does that.
+    The result is not checked in this function. `fedloom.lab.experiment.parse` does that.
 
     Args:
         document: content of an experiment file.
         where: name of the file, for error messages.
         values: changes of the form ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, with the value in
-            TOML syntax. If a change sets a different ``kind`` or ``source``, the other keys of that table are removed
-            first. If a change sets epochs, steps are removed, and vice versa.
-        methods: labels or algorithms of the methods to keep. All methods are kept if no labels are given.
+            TOML syntax. If a change specifies a different ``kind`` or ``source``, the other keys of that table are
+            removed first. If a change sets epochs, steps are removed, and vice versa.
+        methods: labels or algorithms of the methods to keep. If no labels are given, all methods are kept.
         rounds: number of rounds of every method, which replaces the numbers in the file.
-        refit: True to train on all samples with the first seed and hold out no test samples, as is done after a
+        refit: True to train on all samples with the first seed and without held-out test samples, as is done after a
             cross-validation.
 
     Raises:
-        ConfigError: a change does not have the required form, or a method does not exist. The message names the key.
+        ConfigError: a change does not have the required form, or it names a method that does not exist. The message
+            names the key.
     """
     changed: dict[str, Any] = {**document}
     methods_before = changed.get("method")
@@ -71,9 +72,9 @@ def apply_overrides(
 
 
 def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the document changed to hold out no test samples.
+    """Return the document after changing it so that no test samples are held out.
 
-    No validation samples are held out either, unless models are recalibrated on them.
+    Validation samples are not held out either, unless models are recalibrated on them.
     """
     tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in ("partition", "task")}
     partition = {k: v for k, v in tables["partition"].items() if k != "folds"} | {"test": 0.0}
@@ -86,7 +87,7 @@ def _refitted(document: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _looks_at_tests(entry: object) -> bool:
-    """Return True if an analysis uses the test samples of a run, which do not exist after a refit.
+    """Return True if an analysis needs the test samples of a run, which do not exist after a refit.
 
     Analyses that are computed from sums use all rows instead.
     """
@@ -114,7 +115,7 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
 
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the method's table that a dotted key refers to, and the rest of the key."""
+    """Return the method's table to which a dotted key refers, and the rest of the key."""
     labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: method keys have the form method.LABEL.key. Labels: {', '.join(labels)}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run of a run directory, as `fedloom.engine.result.Result` described it at the end of the run.
+    """One run in a run directory, as described by its `fedloom.engine.result.Result` at the end of the run.
 
     Attributes:
         method: label of the method.
@@ -47,11 +47,12 @@ class RecordedRun:
         return rows_where(whole, method=self.method, seed=self.seed).drop_columns(["method", "seed"])
 
     def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """Return the value of a metric for each scored client after the last evaluated round, as float64 ``[s]``.
+        """Return, as float64 ``[s]``, the value of a metric for each scored client after the last evaluated round.
 
         Args:
-            model: kind of model, as in `fedloom.engine.result.Result.final`. None: the model that a client would use.
-            metric: name of the metric. None: accuracy, or the leading metric if accuracy was not measured.
+            model: kind of model, as in `fedloom.engine.result.Result.final`. None stands for the model that a client
+                would use.
+            metric: name of the metric. None: accuracy, or the primary metric of the task if accuracy was not measured.
             part: part of each client's samples, such as "test".
 
         Raises:
@@ -96,10 +97,10 @@ class RecordedRun:
 
     @cached_property
     def models(self) -> Models:
-        """Models of the run, which are read on first use.
+        """Models of the run, which are read when they are first used.
 
         Raises:
-            RunDirError: the run has no models, for example because it has not finished.
+            RunDirError: the run has no models, for example because it is not finished.
             LayoutError: the files are damaged, or they contain a different architecture.
         """
         return Models(self._saved())

@@ -34,7 +34,7 @@ class Method:
 
     Attributes:
         label: name of the method in tables and charts.
-        algorithm: name of the method in the file: a registered name, or the import path of a user's class.
+        algorithm: name of the method in the file, which is a registered name or the import path of a user's class.
         options: options given for the method itself.
         setting: setting of the method's run with the first seed.
         kind: class or preset of the method, given if no name refers to it.
@@ -48,11 +48,11 @@ class Method:
 
     @property
     def entry(self) -> type[Algorithm] | Preset:
-        """Algorithm or preset that the name `algorithm` refers to."""
+        """Algorithm or preset to which the name `algorithm` refers."""
         return self.kind or choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
 
     def settings(self) -> dict[str, Any]:
-        """Return the method as a TOML table, with defaults filled in."""
+        """Return the method as a TOML table in which defaults are filled in."""
         fields, algorithm = fields_of(self.entry), dump(self.setting.method)
         choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
         named = {"algorithm": self.algorithm, "label": self.label}
@@ -84,7 +84,7 @@ def _no_path(text: str) -> str:
 class Head(Value):
     """Top-level keys of an experiment file that are not options of a run.
 
-    `Setting` defines all other top-level keys.
+    All other top-level keys are defined by `Setting`.
     """
 
     name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
@@ -118,22 +118,22 @@ _questions: Any = (
     Field((), description="open questions in a draft. The draft can be run once they are answered and deleted"),
 )
 Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
-"""All top-level keys of an experiment file that are not tables."""
+"""All top-level keys of an experiment file, except tables."""
 
 
 class DataTable(SettingTable):
     """Table [data].
 
-    The key ``source`` is the name of a data set, or a path. The content of the path determines how it is read.
+    The key ``source`` is the name of a data set, or a path. The content of the path determines how the data are read.
     """
 
     def read(self, choice: object, where: str = "", name: str = "", places: Places | None = None) -> Any:
         """Return the data source that a table describes.
 
-        If the source is a file or folder, its content is inspected to determine how to read it.
+        If the source is a file or folder, its content determines how it is read.
 
         Raises:
-            ConfigError: the source does not exist, or does not have one of the options.
+            ConfigError: the source does not exist, or it does not have one of the given options.
             DataError: the path is not a data set.
         """
         if not isinstance(choice, Mapping):
@@ -168,7 +168,7 @@ SETTING_TABLES: dict[str, SettingTable] = {
 
 
 def file_places() -> Places:
-    """Return which keys an experiment file accepts, and in which table each belongs."""
+    """Return the keys that an experiment file accepts, and the table to which each key belongs."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
     keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
@@ -176,8 +176,8 @@ def file_places() -> Places:
 
 
 SHARED_TABLES = ("model", "task", "attack")
-"""Tables that a method inherits from the experiment unless it defines them itself. When settings are written out, other
-tables that methods may define appear only in the methods."""
+"""Tables that a method inherits from the experiment unless it defines them itself. When settings are written to a file,
+other tables that methods may define appear only in the methods."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Experiment:
         source_options: content of the table [data].
         partition: rule that splits the data among clients.
         model_kind: kind given in the table [model].
-        common: setting that applies to all methods unless they override it.
+        common: setting that applies to all methods unless a method overrides it.
         tune: content of the table [tune].
         methods: methods to compare.
         analyses: analyses to compute after the rounds, at most one of each kind.
@@ -208,13 +208,13 @@ class Experiment:
 
     @property
     def kept_columns(self) -> list[str]:
-        """Columns of a table, or thresholds on columns, that are kept for analyses or aggregation weights."""
+        """Columns of a table, or thresholds on columns, that are kept for use in analyses or aggregation weights."""
         weighers = [self.common.aggregation_weights, *(method.setting.aggregation_weights for method in self.methods)]
         groups = [group for weigher in weighers if (group := getattr(weigher, "group", None)) is not None]
         return list(dict.fromkeys([*(column for value in self.analyses for column in value.kept_columns), *groups]))
 
     def find(self, kind: str) -> Any:
-        """Return the analysis of the given kind, or None if the experiment has none of this kind."""
+        """Return the analysis of the given kind, or None if the experiment does not include one."""
         return next((value for value in self.analyses if name_of(value) == kind), None)
 
     @property
@@ -228,7 +228,7 @@ class Experiment:
         return replace(self, common=self.common.with_(**choices), methods=methods)
 
     def settings(self) -> dict[str, Any]:
-        """Return the whole experiment as a TOML document, with defaults filled in."""
+        """Return the whole experiment as a TOML document in which defaults are filled in."""
         whole = self.common.document()
         shared = (*Setting.plain(), *SHARED_TABLES)
         common = {k: v for k, v in whole.items() if k in shared or k not in Setting.per_method}

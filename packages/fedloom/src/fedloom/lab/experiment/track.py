@@ -1,9 +1,9 @@
 """Tracking: log the metrics of a run in progress to TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Only metrics of the whole federation are logged. A run that is interrupted and resumed logs the same metrics as an
+Only metrics of the federation as a whole are logged. A run that is interrupted and resumed logs the same metrics as an
 uninterrupted run. All trackers write to the folder ``tracking`` in the run directory. If MLFLOW_TRACKING_URI is set,
-MLflow logs to that address instead. W&B works offline unless WANDB_MODE is set to another mode. ``wandb sync`` uploads
-the offline files.
+MLflow logs to that address instead. W&B works offline unless WANDB_MODE is set to a different mode. The offline files
+can be uploaded with ``wandb sync``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""Time in seconds before a failed tracker is tried again. An unreachable server delays a run by up to `HTTP_SECONDS`
-and one retry, so a run spends only a small part of its time on it."""
+"""Time in seconds after which a failed tracker is tried again. An unreachable server delays a run by up to
+`HTTP_SECONDS` and one retry, so that the run spends only a small part of its time on it."""
 HTTP_SECONDS, HTTP_RETRIES = 10, 1
-"""Timeout in seconds and number of retries for MLflow's server, unless the environment sets other values. MLflow's own
-defaults of 120 seconds and 7 retries would delay a run by many minutes at every evaluation."""
+"""Timeout in seconds, and number of retries, for MLflow's server, unless other values are set in the environment. With
+MLflow's own defaults of 120 seconds and 7 retries, a run would be delayed by many minutes at every evaluation."""
 LONGEST_CAUSE = 300
-"""Maximum number of characters of a library's error that a warning quotes."""
+"""Maximum number of characters of a library's error message that are quoted in a warning."""
 LONGEST_NAME = 250
 """Maximum number of characters in the name of an MLflow metric."""
 TRACKING_FOLDER = "tracking"
@@ -55,7 +55,7 @@ class Writer(Protocol):
     """Last round whose metrics were written."""
 
     def write(self, round: int, figures: Figures) -> None:
-        """Write the metrics of a round that comes after all rounds written so far."""
+        """Write the metrics of a round that follows all rounds written so far."""
         ...
 
     def close(self, status: str) -> None:
@@ -67,8 +67,9 @@ class Tracker:
     """Listener that passes the metrics of each run of an experiment to a writer for that run.
 
     If the tracker fails, for example because its server cannot be reached, a warning is issued and the run continues.
-    Metrics are kept until the tracker works again. A failed tracker is retried after `RETRY_SECONDS`, and at the end of
-    the run. If the experiment is run again with the same tracker, the metrics that are still missing are written.
+    Metrics are kept until the tracker works again. After a failure, the tracker is retried after `RETRY_SECONDS`, and
+    again at the end of the run. If the experiment is run again with the same tracker, metrics that are still missing
+    are written.
 
     Args:
         kind: one of `TRACKERS`.
@@ -90,7 +91,7 @@ class Tracker:
         self._lock, self._guard, self._retry_at = threading.Lock(), Guard(), 0.0
 
     def __call__(self, event: Event) -> None:
-        """Write the rounds that have not been written yet, and close the writer at the end of the run."""
+        """Write the rounds that have not yet been written, and close the writer when the run ends."""
         key = event.label, event.seed
         with self._lock:
             self._waiting.setdefault(key, {}).update(event.figures)
@@ -152,7 +153,7 @@ class TensorBoard:
 class MLflow:
     """Writer of a run to MLflow.
 
-    When a run is resumed, its existing MLflow run is found and continued after its last round.
+    When a run is resumed, its existing MLflow run is found, and logging continues after its last round.
     """
 
     ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
@@ -208,9 +209,9 @@ def mlflow_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name of letters, digits and ``_-. :/``, with all other characters replaced.
+    """Return a name that consists of letters, digits and ``_-. :/``. All other characters are replaced.
 
-    No part of the name is empty, "." or "..", so the name is a safe relative path.
+    No component of the name is empty, "." or "..", so the name is a safe relative path.
     """
     parts = re.sub(r"\[(.*?)\]", r".\1", name).split("/")
     parts = [re.sub(r"[^\w. :-]", "_", part) for part in parts]
@@ -218,7 +219,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class WandB:
-    """Writer of a run to W&B, offline by default.
+    """Writer of a run's metrics to W&B, in offline mode by default.
 
     When a run is resumed, its files are rewritten from the first round.
     """
@@ -253,7 +254,7 @@ Make = Callable[[str, int], Writer]
 
 
 def check_tracker(kind: str | None) -> None:
-    """Raise an error if a tracker cannot be used, before any work starts.
+    """Raise an error before any work starts if a tracker cannot be used.
 
     Raises:
         ConfigError: the kind is unknown, or the packages that it needs are missing.
@@ -288,7 +289,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     def open_client() -> tuple[MlflowClient, str]:
         """Return the MLflow client and the id of the experiment.
 
-        The tracking folder is only created when a run starts.
+        The tracking folder is not created until a run starts.
         """
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient

@@ -1,4 +1,4 @@
-"""Writing of CSV files: all cells are converted to text here, and formulas are made harmless to spreadsheets."""
+"""Writing of CSV files: all cells are converted to text, and formulas are made harmless to spreadsheets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 def inert(cell: T) -> T | str:
-    """Return the value to write into a CSV cell.
+    """Return the value that is to be written into a CSV cell.
 
-    If a spreadsheet would evaluate a text as a formula, an apostrophe is put in front of it, as OWASP recommends.
+    If a spreadsheet would evaluate a text as a formula, the text is preceded by an apostrophe, as OWASP recommends.
 
-    Floating-point numbers are written with at most 12 digits.
+    Floating-point numbers are written with at most 12 significant digits.
 
     >>> inert("=1+1"), inert("fedavg"), inert(-1.5), inert(1 / 3), inert(7856937935508588.0)
     ("'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15')
@@ -34,7 +34,7 @@ def inert(cell: T) -> T | str:
 
 
 def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
-    """Render a header and rows as CSV, with formulas made harmless. Missing values are left empty."""
+    """Return a header and rows as CSV in which formulas are made harmless. Missing values are left empty."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(map(inert, columns))
@@ -45,7 +45,10 @@ def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str
 
 
 def csv_of_table(table: pa.Table) -> bytes:
-    """Render an Arrow table as CSV, with formulas in names and texts made harmless. Numbers keep all their digits."""
+    """Return an Arrow table as CSV in which formulas in names and texts are made harmless.
+
+    Numbers keep all their digits.
+    """
     names = [str(inert(name)) for name in table.column_names]
     columns = [
         pa.array(map(inert, column.to_pylist()), pa.string()) if pa.types.is_string(column.type) else column

@@ -37,9 +37,10 @@ from fedloom.lab.report.tables import csv_text
 from fedloom.rundir import file_name
 
 CONTENT_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""Content security policy of the page. This policy allows the page's embedded scripts and no network requests."""
+"""Content security policy of the page. This policy allows the scripts that are embedded in the page, and blocks all
+network requests."""
 REPORT_TITLE_END = " · fedloom report</title>"
-"""End of a report's title, by which reports are recognized because no other page uses it."""
+"""End of a report's title, by which reports are recognized, because no other page has it."""
 SCRIPTS_FILE = "vega.js"
 """Name of the cache file for the scripts."""
 SECTION_ORDER = {
@@ -68,7 +69,7 @@ SECTION_ORDER = {
 """Sections of the page in order, keyed by the group of charts, with their title and text."""
 
 FIRST_PLACES = ("patients", "importance")
-"""Sections that precede the sections that packages add for analyses."""
+"""Sections before those that packages add for analyses."""
 PAIRS_TEXT = (
     "Every method is compared with the baseline. The interval of the difference decides the verdict: better or "
     "worse if it excludes 0, equivalent if it is inside a stated margin, otherwise inconclusive. Holm's correction "
@@ -100,7 +101,7 @@ READING_TEXTS = {
 
 @cache
 def _scripts() -> str:
-    """Return Vega, Vega-Lite and Vega-Embed as one script that can be placed in a script element.
+    """Return Vega, Vega-Lite and Vega-Embed as one script that can be placed inside a script element.
 
     The script is cached, because building it takes several seconds.
     """
@@ -120,7 +121,7 @@ def _asset(name: str) -> str:
 
 
 def _json(value: object) -> str:
-    """Render a value as JSON for the script of the page, in such a way that it cannot close the script element."""
+    """Render a value as JSON for the script of the page. The JSON text cannot close the script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -193,12 +194,12 @@ def _scope(runs: list[Run]) -> str:
 
 
 def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
-    """Return the compared rows that do not belong to any method."""
+    """Return the compared rows that belong to none of the methods."""
     return [row for row in contenders(runs, rows) if row not in rows]
 
 
 def _payload(figure: Figure) -> dict[str, object]:
-    """Convert a chart for the script of the page, with each data set as columns and lists of cells."""
+    """Convert a chart for the script of the page. Each data set is converted to columns and lists of cells."""
 
     def compact(name: str, rows: Rows) -> dict[str, object]:
         columns = figure.columns(name)

@@ -1,4 +1,4 @@
-"""Tables of the leading metric for groups of patients, overall and at each site."""
+"""Tables of the primary metric for groups of patients, overall and at each site."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
 def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]], str] | None:
     """Return the column titles and lines of the table of groups for one model, and the metric that it shows.
 
-    The result is None if no groups were scored.
+    If no groups were scored, the result is None.
 
-    The metric is the leading one among those that were scored. Secure sums do not include metrics that rank samples.
+    It is the primary metric among the metrics that were scored. Metrics that rank samples cannot be computed from
+    secure sums, and are therefore not included.
     """
     table = _read(run)
     if table is None:
@@ -87,9 +88,9 @@ def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead:
 
 
 def groups_csv(runs: list[Run]) -> str:
-    """Render the metrics of each group as CSV, as means over seeds that are not scaled.
+    """Return the metrics of each group as CSV, as means over seeds that are not scaled.
 
-    The client column is empty where all clients are taken together.
+    In rows for all clients together, the client column is empty.
     """
     keys = ("method", "model", "client", "subgroup", "metric")
     lines: list[tuple[object, ...]] = []

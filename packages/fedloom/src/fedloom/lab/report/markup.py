@@ -1,6 +1,6 @@
-"""HTML of a report, built from templates that escape all texts.
+"""HTML of a report, created from templates that escape all texts.
 
-Recorded names are therefore never interpreted as markup.
+Names in the records are therefore never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def render_part(name: str, /, **values: object) -> str:
 
 
 def render_page(**values: object) -> str:
-    """Render the whole page. String values are escaped, except the output of `render_part`."""
+    """Render the whole page. String values are escaped, except values that `render_part` has returned."""
     page: str = _templates().get_template("page.html").render(**values)
     return page + "\n"
 
@@ -32,13 +32,15 @@ def render_page(**values: object) -> str:
 def scrolling(
     label: str, heads: Sequence[str], lines: Sequence[Sequence[object]], text: Sequence[int] = (), title: str = ""
 ) -> str:
-    """Render an HTML table that can be scrolled sideways. The first cell of each line is marked as its heading.
+    """Render an HTML table that can be scrolled sideways.
+
+    The first cell of each line is marked up as the heading of the line.
 
     Args:
         label: description of the table for screen readers.
         heads: titles of the columns.
         lines: cells of each line. A line whose first cell is ``All`` is highlighted.
         text: indices of the columns, apart from the first one, that contain text instead of numbers.
-        title: heading above the table. If the title is empty, there is no heading.
+        title: heading above the table. If the title is empty, the table has no heading.
     """
     return render_part("table", label=label, heads=heads, lines=lines, text=text, title=title)

@@ -39,12 +39,12 @@ FIGURE_SECTIONS = {
         "convergence",
     ),
 }
-"""Sections of the page that show metrics of the whole federation, keyed by metric. All other metrics of the federation
-are shown in the section "others"."""
+"""Sections of the page in which metrics of the whole federation are shown, keyed by metric. All other metrics of the
+federation are shown in the section "others"."""
 
 
 def figure(name: str) -> Metric:
-    """Return how to show a value named ``metric``, ``metric/statistic`` or ``metric@place``, or a total of costs.
+    """Return how a value named ``metric``, ``metric/statistic`` or ``metric@place``, or a total of costs, is shown.
 
     >>> figure("accuracy/worst10").title, figure("accuracy/jain").unit, figure("loss/variance").higher
     ('Worst 10 %', '', False)
@@ -72,11 +72,11 @@ STATISTIC_TITLES = {
     "validation": "At the best validation round",
     "common": "Common test set",
 }
-"""Titles of statistics over clients, and of other data on which a metric was measured."""
+"""Titles of statistics over clients, and of the other data on which a metric was measured."""
 
 
 def is_ratio(name: str) -> bool:
-    """Return True if a metric is compared by ratios on a logarithmic scale, as costs and variances over clients are.
+    """Return True if a metric is compared by ratios on a logarithmic scale, like costs and variances over clients.
 
     >>> is_ratio("bytes"), is_ratio("loss/variance"), is_ratio("accuracy/worst10")
     (True, True, False)
@@ -85,11 +85,11 @@ def is_ratio(name: str) -> bool:
 
 
 PROPER_NAMES = ("Brier", "Jain", "Lyapunov", "Poisson")
-"""First words of titles that are proper names."""
+"""First words of titles, if these words are proper names."""
 
 
 def within_line(title: str) -> str:
-    """Return a title in the form that it has within a sentence: in lower case, except names, symbols and abbreviations.
+    """Return a title in the form that it has inside a sentence: in lower case, except names, symbols and abbreviations.
 
     >>> within_line("Macro F1"), within_line("AUROC"), within_line("C-index"), within_line("Brier score")
     ('macro F1', 'AUROC', 'C-index', 'Brier score')

@@ -1,4 +1,4 @@
-"""Display of a run in a notebook: a small table and a curve, made from the tidy table of the run's metrics."""
+"""Display of a run in a notebook: a small table and a curve, created from the tidy table of the run's metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fedloom.lab.report.charts.kit import Spec
 
 MEAN_NAMES = ("mean", "weighted")
-"""Means of a metric over clients, and over samples. Tables of secure sums contain only the second mean."""
+"""Means of a metric over clients, and means over samples. Tables from secure sums contain only the second of these
+means."""
 
 
 def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
@@ -33,7 +34,7 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
     Args:
         table: table with the columns round, client, model, part, metric and value (see
             `fedloom.engine.result.Result.table`).
-        name: name of the metric. None: accuracy, AUROC or another metric that leads for this task.
+        name: name of the metric. None: the default metric of the task, such as accuracy or AUROC.
         part: part of the clients' samples, such as "test".
 
     Raises:
@@ -44,14 +45,14 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
 
 
 def leading(table: pa.Table) -> str:
-    """Return the most informative of the metrics that were measured."""
+    """Return the most informative of the measured metrics."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
 
 def notebook_page(table: pa.Table, title: str) -> str:
-    """Render a table of the models and the curve of the leading metric, as HTML with an inline SVG.
+    """Render a table of the models and the learning curve of the primary metric, as HTML with an inline SVG.
 
-    The page does not load anything from elsewhere.
+    The page does not load any external resources.
     """
     name = leading(table)
     scale, shown = metric(name).scale, titled(metric(name))

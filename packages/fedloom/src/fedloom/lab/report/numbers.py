@@ -1,9 +1,9 @@
 """Values computed from recorded metrics: curves, results by seed, and intervals over seeds.
 
-Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used as it
-was recorded. If a statistic was not recorded, it is computed from the values of the clients. A seed whose run failed,
-or diverged before its end, has no result. The costs of runs that ended early are not combined with those of complete
-runs.
+Every interval is the two-sided 95 % Student t interval for the mean over seeds. A statistic over clients is used in the
+form in which it was recorded. If a statistic was not recorded, it is computed from the values of the clients. If a
+seed's run failed, or diverged before its end, the seed has no result. The costs of runs that ended early are not
+combined with the costs of complete runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fedloom.metrics import leading, worst
 from fedloom.rundir import ROLES_BY_NAME, RunRecord
 
 BASELINE_ROLES = ("alone", "average")
-"""Roles of methods that can serve as the baseline, in order of preference. The first role for which a method was run is
-used."""
+"""Roles of methods that can serve as the baseline, in order of preference. The first of these roles for which a method
+was run is used."""
 MODEL_KINDS = ("global", "personal", "hybrid")
 WORK_FIGURES = (
     "steps",
@@ -36,16 +36,17 @@ WORK_FIGURES = (
     "simulated_seconds",
 )
 COUNTED_FIGURES = (*WORK_FIGURES, "seconds")
-"""Metrics of cost, which are recorded even if the run of a seed ends early. These metrics are used if no seed has been
+"""Cost metrics, which are recorded even if the run of a seed ends early. These metrics are used if no seed has been
 completed."""
 LOST_STATUSES = ("diverged", "failed")
-"""Statuses of runs without a result."""
+"""Statuses of runs that have no result."""
 UNTESTED_REASON = "trained, but not evaluated because there is no test row"
-"""Status of a method for which no metric was measured on test parts, not even the loss."""
+"""Status of a method for which no metric (not even the loss) was measured on test parts."""
 MIN_SEEDS = 5
-"""Minimum number of seeds for a test. With fewer seeds, charts show individual seeds instead of an interval."""
+"""Minimum number of seeds for a test. If there are fewer seeds, charts show the individual seeds instead of an
+interval."""
 EQUALITY_TOLERANCE = 1e-9
-"""Relative difference up to which two values are treated as equal."""
+"""Maximum relative difference at which two values are considered equal."""
 
 
 class Curve(NamedTuple):
@@ -71,7 +72,7 @@ EMPTY_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 def curve(run: Run, key: Key, statistic: str) -> Curve:
     """Return the ``mean``, ``worst10`` or ``variance`` of ``key.metric`` over the benign clients in each round.
 
-    A run with secure sums records only the mean weighted by samples, which is then returned for ``mean``.
+    A run with secure sums records only the mean weighted by samples, so this mean is returned for ``mean``.
     """
     points = run.benign(key)
     for name in (statistic, "weighted") if statistic == "mean" and points is None else (statistic,):
@@ -84,7 +85,7 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
 def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
     """Return the ``mean``, ``worst10`` or ``variance`` of the clients' values in each round.
 
-    Clients without a value are left out.
+    Clients without a value are omitted.
     """
     rounds, starts = np.unique(points.round, return_index=True)
     return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
@@ -111,7 +112,7 @@ class Estimate:
 
     @property
     def finite(self) -> dict[int, float]:
-        """Values that are finite, keyed by seed."""
+        """Finite values, keyed by seed."""
         return {seed: value for seed, value in self.by_seed.items() if math.isfinite(value)}
 
     @property
@@ -126,9 +127,9 @@ class Estimate:
         return half_width(list(self.finite.values()))
 
     def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
-        """Return rows for a chart, starting with the mean (whose ``seed`` is None) and its interval.
+        """Return rows for a chart, starting with the mean and its interval (a row whose ``seed`` is None).
 
-        If there are few seeds, there is no interval, and a row for each seed follows.
+        If there are only a few seeds, there is no interval, and the row is followed by a row for each seed.
         """
         count = len(self.finite)
         half = self.half if count >= MIN_SEEDS else math.nan
@@ -152,10 +153,10 @@ def half_width(values: Sequence[float], level: float = 0.05) -> float:
 
 
 def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
-    """Return the seeds whose runs only repeat those of an earlier seed, mapped to this earlier seed.
+    """Return the seeds whose runs only repeat the runs of an earlier seed, mapped to this earlier seed.
 
-    All their metrics except costs are equal, because nothing random affects them. Seeds whose runs are repetitions
-    count as one result.
+    All metrics of these runs except costs equal those of the earlier run, because nothing random affects them. Seeds
+    whose runs are repetitions count as one result.
     """
     results = [values for name, values in figures.items() if name not in COUNTED_FIGURES]
     first: dict[int, int] = {}
@@ -165,13 +166,16 @@ def repeated(figures: Mapping[str, Mapping[int, float]]) -> dict[int, int]:
 
 
 def _same_run(results: list[Mapping[int, float]], one: int, other: int) -> bool:
-    """Return True if all metrics of two seeds are equal and at least one of them is finite."""
+    """Return True if all metrics are equal for two seeds, and at least one of the metrics is finite."""
     pairs = [(values.get(one, math.nan), values.get(other, math.nan)) for values in results]
     return all(close(*pair) for pair in pairs) and any(math.isfinite(figure) for figure, _ in pairs)
 
 
 def close(one: float, other: float) -> bool:
-    """Return True if two values are equal up to `EQUALITY_TOLERANCE`. Two missing values are also equal."""
+    """Return True if two values differ by no more than `EQUALITY_TOLERANCE` allows.
+
+    Two missing values are also considered equal.
+    """
     return math.isclose(one, other, rel_tol=EQUALITY_TOLERANCE) or (math.isnan(one) and math.isnan(other))
 
 
@@ -180,8 +184,8 @@ class Row:
     """Row of the results table: one model of a method in a run, over all seeds.
 
     For each metric on the clients' test parts, ``figures`` contains ``metric`` (the mean over clients in the last
-    round) and ``metric/worst10``, and if they were recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``.
-    ``figures`` also contains ``loss/variance``, ``metric@validation`` (in the round that was best on validation data),
+    round) and ``metric/worst10`` and, if they were recorded, ``metric/weighted``, ``metric/sigma`` and ``metric/jain``.
+    ``figures`` also contains ``loss/variance``, ``metric@validation`` (in the round with the best validation result),
     ``metric@common`` (on the common test set), and the totals of work and traffic.
     """
 
@@ -205,7 +209,7 @@ class Row:
 
     @property
     def title(self) -> str:
-        """Name that identifies the method, the run and the model."""
+        """Name that identifies the method, the run and the kind of model."""
         return f"{self.name} · {self.model}" if self.model else self.name
 
     def result(self, name: str) -> Estimate | None:
@@ -215,24 +219,24 @@ class Row:
 
     @property
     def repeats(self) -> Mapping[int, int]:
-        """Seeds that repeat an earlier seed, mapped to this earlier seed."""
+        """Seeds that only repeat an earlier seed, mapped to this earlier seed."""
         return next((estimate.repeats for estimate in self.figures.values()), {})
 
     @property
     def measured(self) -> int:
-        """Number of seeds with a result."""
+        """Number of seeds that have a result."""
         return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED_FIGURES), default=0)
 
     @property
     def sound(self) -> bool:
-        """True if no run diverged or failed."""
+        """True if none of the runs diverged or failed."""
         return not any(record.status in LOST_STATUSES for record in self.records)
 
     @property
     def remark(self) -> str:
-        """Status of the runs if one diverged or failed, or if no client was tested.
+        """Status of the runs if at least one diverged or failed, or if no client was tested.
 
-        The remark is empty if all runs ended well.
+        If all runs ended well, the remark is empty.
         """
         return UNTESTED_REASON if self.untested else "" if self.sound else self.status
 
@@ -244,7 +248,7 @@ class Row:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Seeds whose runs have no result."""
+        """Seeds whose runs produced no result."""
         return frozenset(record.seed for record in self.records if record.lost)
 
     @property
@@ -254,7 +258,7 @@ class Row:
 
     @property
     def running(self) -> bool:
-        """True if the run of some seed has not ended."""
+        """True if the run of at least one seed has not ended."""
         return not self.records or any(record.status == "interrupted" for record in self.records)
 
     @property
@@ -275,7 +279,7 @@ class Row:
     def _share(self, seeds: list[int]) -> str:
         """Return text that names the seed, or states the number of seeds if there are several.
 
-        The text is empty if all seeds are meant.
+        The text is empty if it refers to all seeds.
         """
         if len(seeds) == 1:
             return f" (seed {seeds[0]})"
@@ -322,7 +326,7 @@ def test_metrics(run: Run, method: str, model: str) -> list[str]:
 
 
 def leading_metric(runs: list[Run]) -> str:
-    """Return the metric that leads the report."""
+    """Return the primary metric of the report."""
     names = {
         name
         for run in runs
@@ -334,7 +338,7 @@ def leading_metric(runs: list[Run]) -> str:
 
 
 def seeds_of(run: Run, method: str) -> list[int]:
-    """Return the seeds of a method in ascending order."""
+    """Return the seeds of a method, sorted in ascending order."""
     named = {record.seed for record in run.summary.runs if record.method == method}
     return sorted(named | {key.seed for key in [*run.series, *run.totals] if key.method == method})
 
@@ -389,9 +393,9 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
 
 
 def _chosen(validation: Curve, test: Curve, name: str) -> float:
-    """Return the test value in the round with the best validation value (the earliest such round in case of a tie).
+    """Return the test value in the round with the best validation value (in case of a tie, the earliest such round).
 
-    The result is NaN if there are no validation values.
+    If there are no validation values, the result is NaN.
     """
     finite = np.isfinite(validation.value)
     if not finite.any():

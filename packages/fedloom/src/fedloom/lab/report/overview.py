@@ -1,6 +1,6 @@
 """Top of the report page as HTML: key facts, notes, a card for each criterion, and the table of results.
 
-All recorded text is escaped.
+All text from the records is escaped.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell, columns_of
 
 MAX_OPEN_NOTES = 4
-"""Number of notes that are always visible. If there are more, the others are collapsed."""
+"""Number of notes that are always visible. If there are more notes, the others are collapsed."""
 UNEQUAL_WORK_RATIO = 1.1
-"""Ratio to the smallest amount of work up to which methods are considered to do equal work, as in `fedloom tune`. A
-note names the methods whose work exceeds that of FedAvg by a larger ratio."""
+"""Maximum ratio to the smallest amount of work at which methods are considered to do equal work, as in `fedloom tune`.
+A note lists the methods whose work exceeds the work of FedAvg by a larger ratio than this."""
 FIRST_COLUMNS = ("samples_backward", "bytes_up", "bytes_down", "seconds")
-"""Work and traffic, whose columns follow the leading metric."""
+"""Work and traffic, whose columns come after the primary metric."""
 MAX_COLUMNS = 6
-"""Maximum number of columns, besides the leading metric and the status, that fit on a page of 1,280 pixels."""
+"""Maximum number of columns, in addition to the primary metric and the status, that fit on a page of 1,280 pixels."""
 MAX_NAMED_MISSING = 20
-"""Maximum number of clients without a result that are named."""
+"""Maximum number of clients without a result that are listed by name."""
 TIE_TOLERANCE = 1e-6
 """Relative difference below which two results are considered equal."""
 
 
 def render_answer(conclusions: Sequence[Conclusion]) -> str:
-    """Render the conclusions for the top of the page: winner, differences, compared models and their cost."""
+    """Render the conclusions for the top of the page: the winner, differences, compared models and their costs."""
     parts = []
     for one in conclusions:
         first, *pairs = one.lines()
@@ -76,14 +76,14 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
 
 
 def cards(runs: list[Run], rows: list[Row], models: Models = "best-on-validation") -> str:
-    """Render a card for each criterion, with the best method, its value and how certain its lead is.
+    """Render a card for each criterion, which shows the best method, its value and how certain its lead is.
 
-    Runs with different data or attacks have separate groups of cards.
+    Runs with different data or attacks are shown in separate groups of cards.
 
     Args:
-        runs: runs that the rows belong to.
+        runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
-        models: which of a method's models is compared. Only one model per method is compared, even if all are
+        models: which of a method's models to compare. Only one model per method is compared, even if all models are
             requested.
     """
     lead, groups = leading_metric(runs), []
@@ -111,7 +111,7 @@ def _card(winner: Winner, rows: list[Row]) -> dict[str, str]:
 
 
 def significance_text(winner: Winner, rows: list[Row]) -> str:
-    """Render a sentence on how certain the winner's lead is, as HTML."""
+    """Render a sentence, as HTML, that states how certain the winner's lead is."""
     criterion = winner.criterion
     equals = ", ".join(rows[i].name for i in winner.equals)
     same = f" The models of {equals} are the same." if equals else ""
@@ -154,12 +154,12 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
 
 
 def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
-    """Render the tables of results: the mean, status and costs of each row, and other metrics in a collapsed table.
+    """Render the tables of results: each row's mean, status and costs, and other metrics in a collapsed table.
 
     Args:
         rows: rows of the results table.
-        runs: runs that the rows belong to. The best row of a column is set in bold among rows with equal data and
-            attack, or among all rows if no runs are given.
+        runs: runs to which the rows belong. The best row of a column is set in bold. It is chosen among rows with the
+            same data and attack, or among all rows if no runs are given.
     """
     columns = columns_of(rows)
     if not columns:
@@ -179,9 +179,9 @@ def results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
 def _results(
     rows: list[Row], runs: Sequence[Run], columns: Mapping[str, str], lead: str, *, status: bool
 ) -> str:  # fmt: skip
-    """Render a table of the given metrics.
+    """Render a table that contains the given metrics.
 
-    The column of the leading metric includes bars, and the status of each row is also shown.
+    In the column of the primary metric, each value is also drawn as a bar. The status of each row is also shown.
     """
     groups = [peers for _, _, peers in tasks(list(runs), rows)] if runs else [rows]
     rated = [name for name in columns if name not in COST_FIGURES]
@@ -214,16 +214,16 @@ def _equals(value: float, best: float | None) -> bool:
 
 
 def _best(name: str, rows: list[Row]) -> float | None:
-    """Return the best mean of a column over rows without lost runs.
+    """Return the best mean in a column among rows whose runs all have results.
 
-    Return None if rows cannot be ranked by this metric.
+    If rows cannot be ranked by this metric, return None.
     """
     means = [estimate.mean for row in rows if row.sound and (estimate := row.result(name)) is not None]
     return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
 
 
 def _span(name: str, rows: list[Row]) -> tuple[float, float]:
-    """Return the ends of a column's scale, which leaves out extreme outliers."""
+    """Return the ends of a column's scale. Extreme outliers are disregarded."""
     means = {row.title: estimate.mean for row in rows if (estimate := row.result(name)) is not None}
     off = off_axis(means)
     near = [mean for title, mean in means.items() if title not in off] or [0.0]
@@ -232,9 +232,9 @@ def _span(name: str, rows: list[Row]) -> tuple[float, float]:
 
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> dict[str, Any] | None:
-    """Return the position of a row's mean on a column's scale, with its interval or its seeds.
+    """Return the position of a row's mean on a column's scale, together with its interval or its seeds.
 
-    Return None without a value.
+    Return None if there is no value.
     """
     estimate = row.result(name)
     if estimate is None:
@@ -258,7 +258,7 @@ def note_list(runs: list[Run], rows: list[Row]) -> str:
 
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
-    """Return notes of one sentence each: those of the report, followed by the warnings of the runs."""
+    """Return notes of one sentence each: the notes of the report, followed by the warnings of the runs."""
     remarks = [
         note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)
     ]
@@ -369,7 +369,7 @@ def _repeats(run: Run, run_rows: list[Row]) -> str:
 def _merged(warnings: tuple[str, ...]) -> list[str]:
     """Return the warnings of a run.
 
-    A warning that several seeds share is returned once, with the numbers of these seeds.
+    A warning that occurs with several seeds is returned once, together with the numbers of these seeds.
     """
     by_text: dict[tuple[str, str], list[str]] = {}
     for warning in warnings:

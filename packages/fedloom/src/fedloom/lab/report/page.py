@@ -1,4 +1,4 @@
-"""Writing of a report: a self-contained HTML page, with its tables and charts as files in a folder next to it."""
+"""Writing of a report: a self-contained HTML page, with tables and charts as separate files in a folder next to it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_dire
 from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
 
 FIRST_BYTES = 4096
-"""Number of bytes at the start of a page that always contain its title. The name of an experiment is much shorter than
-this."""
+"""Number of bytes at the start of a page that always contain its title. The name of an experiment is expected to be
+much shorter than this."""
 
 
 def write_report(
@@ -54,23 +54,23 @@ def write_report(
 ) -> Path:
     """Write a report on one or more run directories and return its path.
 
-    ``out`` is a self-contained page. Readers can save every chart as SVG and its data as CSV. The files ``results.csv``
-    and ``results.tex`` are written to a folder with the same name as the page, without its suffix. If some method can
-    serve as the baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If there are only a few clients and they
-    have names, ``sites.csv`` and ``sites.tex`` are also written.
+    ``out`` is the path of a self-contained page. Readers can save every chart as SVG and its data as CSV. The files
+    ``results.csv`` and ``results.tex`` are written to a folder that has the same name as the page, but without its file
+    extension. If at least one method can serve as the baseline, ``pairs.csv`` and ``pairs.tex`` are also written. If
+    there are only a few clients and the clients have names, ``sites.csv`` and ``sites.tex`` are also written.
 
     Args:
-        run_dirs: paths of the run directories. If there are several, they are compared.
+        run_dirs: paths of the run directories. If there are several paths, the runs are compared.
         out: path of the HTML file, e.g. ``RUN/report.html``. The folder of the file is created if it does not exist.
-        columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. None: up to six metrics
-            that suit the task are chosen.
+        columns: metrics in ``results.tex``, by the names of their columns in ``results.csv``. If None, up to six
+            metrics that suit the task are chosen.
         charts: True to also write each chart as SVG, and its data as CSV, to the folder.
-        baseline: label of the method against which all other methods are tested. None: the baseline is local training,
-            or else FedAvg, if one of them was run.
-        compare_model: which of a method's models appear in ``results.tex`` and in the comparison: the model that a
-            client would use, the personal model, or all models.
-        margin: largest difference of the leading metric that does not matter in practice, in the units of the metric.
-            None: no methods are called equivalent.
+        baseline: label of the method against which all other methods are tested. None: the baseline is local training
+            or, if it was not run, FedAvg.
+        compare_model: which of a method's models are included in ``results.tex`` and in the comparison: the model that
+            a client would use, the personal model, or all models.
+        margin: largest difference in the primary metric that does not matter in practice, in the units of the metric.
+            If None, no methods are called equivalent.
         force: True to replace files that were not written by a report.
 
     Returns:
@@ -78,7 +78,7 @@ def write_report(
 
     Raises:
         RunDirError: a folder is not a run directory, or one of its files is damaged, or ``out`` would lie inside a
-            file. Nothing has been written in that case.
+            file. In that case, nothing has been written.
         ConfigError: ``out`` does not end in ``.html``, or lies inside a run directory (other than ``RUN/NAME.html``),
             or exists but is not a report, or its folder contains files that no report has written. This error is also
             raised if a column or method does not exist, or if the margin is not a number above 0.
@@ -121,7 +121,7 @@ def write_report(
 
 @contextmanager
 def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
-    """Raise `RunDirError` if the recorded files contradict each other, although each of them can be read."""
+    """Raise `RunDirError` if the recorded files contradict each other even though each of them can be read."""
     try:
         yield
     except FedloomError:
@@ -143,9 +143,9 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
 
 
 def make_figures(runs: list[Run], rows: list[Row], compare_model: Models = "best-on-validation") -> list[Figure]:
-    """Build all charts for which metrics are recorded.
+    """Build all charts whose metrics were recorded.
 
-    Colors stand for kinds of models, unless the caption of a chart states otherwise.
+    Colors represent kinds of models, unless the caption of a chart states otherwise.
     """
     lead = leading_metric(runs)
     charts = [
@@ -170,10 +170,10 @@ def _data_csv(figure: Figure) -> str:
 
 
 def check_report(run_dirs: Sequence[Path], out: Path, *, force: bool = False) -> Path:
-    """Check that a report and its folder may be written, and return the folder.
+    """Check that a report and its folder can be written, and return the folder.
 
     Raises:
-        RunDirError: there is a file at the path of the folder.
+        RunDirError: a file already exists at the path of the folder.
         ConfigError: the page must not be written to this path (see `write_report`).
     """
     if not out.name:
@@ -206,13 +206,14 @@ def _is_report(path: Path) -> bool:
 
 
 def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) -> None:
-    """Raise an error if the folder of a report contains files that would be replaced although no report wrote them.
+    """Raise an error if the folder of a report contains files that no report wrote and that would be replaced.
 
-    Files are assumed to be written by a report if the report exists (which `check_report` has checked), or if the
-    folder lies in a run directory. If one of the files is a link, the link itself is replaced, not the file behind it.
+    Files are assumed to have been written by a report if the report exists (which `check_report` has checked), or if
+    the folder lies in a run directory. If one of the files is a symbolic link, the link itself is replaced, not the
+    file to which it points.
 
     Raises:
-        ConfigError: a file exists, but no report does.
+        ConfigError: a file exists, but there is no report.
     """
     if force or out.exists() or is_run_directory(out.parent):
         return
@@ -223,7 +224,7 @@ def check_tables(out: Path, beside: Path, names: Iterable[str], *, force: bool) 
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write text to a temporary file first, so that readers never see a half-written file.
+    """Text is first written to a temporary file, so that readers never see a partially written file.
 
     Raises:
         CheckpointError: the disk is full or refuses the file.
@@ -242,5 +243,5 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Turn an error that occurs while a file of a report is written into a sentence for the user."""
+    """If an error occurs while a file of a report is being written, turn it into a sentence for the user."""
     return explain_os_error(path, "The results of the run are intact", "write the report with 'fedloom report'")

@@ -1,4 +1,4 @@
-"""Predictions for individual test samples, combined over the seeds or folds that tested them."""
+"""Predictions for individual test samples, combined over the seeds or folds in which they were tested."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Predicted(NamedTuple):
             ``[N, k]``.
         prediction: mean prediction for each sample over the seeds that tested it, in the shape of the targets. For two
             classes and for labels, predictions are probabilities. For more classes, it is the fraction of seeds that
-            predicted the right class, and all targets are 1.
-        event: 1 if the target is the time of an event, or 0 if it is a censoring time, ``[N]``. None for tasks without
+            predicted the correct class, and all targets are 1.
+        event: 1 if the target is an event time, 0 if it is a censoring time, ``[N]``. None for tasks that have no
             events.
         subject: number of each sample's subject, ``[N]``. None if each sample belongs to a different subject.
     """
@@ -47,9 +47,9 @@ class Predicted(NamedTuple):
 
     @property
     def units(self) -> NDArray[np.int64]:
-        """Subject of each sample, numbered from 0, ``[N]``.
+        """Number of each sample's subject, counted from 0, ``[N]``.
 
-        If no subjects are known, each sample is its own subject.
+        If the subjects are unknown, each sample is treated as a separate subject.
         """
         if self.subject is None:
             return np.arange(len(self.target))

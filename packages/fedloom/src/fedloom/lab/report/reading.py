@@ -1,4 +1,4 @@
-"""Reading of run directories. All files are checked, and only recorded numbers are used."""
+"""Reading of run directories. All files are checked, and only numbers from the records are used."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def _read(path: Path, label: str) -> Run:
 def _recounted(
     series: dict[Key, Points], totals: dict[Key, Points], partitions: dict[int, RunPartition]
 ) -> dict[Key, Points]:
-    """Recompute the metrics over clients, leaving out the attackers of all methods.
+    """Recompute the metrics over clients, excluding the attackers of every method.
 
-    A run itself leaves out only its own attackers. If only one method is attacked, the metrics of the other methods
-    therefore still include these clients.
+    In a run's own metrics, only the run's own attackers are excluded. If only one method is attacked, the metrics of
+    the other methods therefore still include the attacking clients.
     """
     recounted: dict[Key, Points] = {}
     for key, points in series.items():
@@ -159,7 +159,7 @@ def _check_settings(path: Path, settings: str) -> None:
 
 
 def _summary(path: Path) -> Summary:
-    """Read the summary of a run directory. The summary is empty while the first method is still running."""
+    """Read the summary of a run directory. While the first method is still running, the summary is empty."""
     try:
         return read_summary(path)
     except FileNotFoundError:
@@ -179,9 +179,9 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
 
 
 def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
-    """Read the split of every seed, and the names of the clients.
+    """Read the split for every seed, and the names of the clients.
 
-    Both results are empty while the first method is still running.
+    While the first method is still running, both results are empty.
     """
     import pyarrow.compute as pc  # slow to import
 
@@ -212,10 +212,10 @@ def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
-    """Read the named columns of a file, each converted to the type that this column has in all run directories.
+    """Read the named columns of a file, and convert each column to the type that it has in all run directories.
 
-    If ``coded`` is true, text columns are read in dictionary encoding. ``lacking`` names additional columns that
-    earlier versions did not write. If one of these columns is missing, all of them are skipped.
+    If ``coded`` is true, text columns are read with dictionary encoding. ``lacking`` lists the names of additional
+    columns that earlier versions did not write. If at least one of these columns is missing, all of them are skipped.
 
     Raises:
         RunDirError: the file is damaged, or does not contain one of the required columns.
@@ -259,7 +259,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
 def read_columns(path: Path, names: tuple[str, ...]) -> pa.Table | None:
     """Read the named columns of a file in a run directory.
 
-    The result is None if the file does not exist (see `read_table`).
+    If the file does not exist, the result is None (see `read_table`).
     """
     return read_table(path, names) if path.exists() else None
 

@@ -49,7 +49,7 @@ class RunPartition:
         groups: planted group of each client, ``[n]``, or -1 if there are no planted groups.
         attackers: indices of the clients that attack.
         tested: number of test samples of each client, ``[n]``. None if these numbers were not recorded.
-        tests: digest of the test parts of all clients. The digest is empty if it was not recorded.
+        tests: digest of the test parts of all clients. The digest is an empty string if it was not recorded.
     """
 
     counts: Numbers
@@ -70,7 +70,7 @@ class Run:
         partitions: split of the samples, keyed by seed.
         names: names of the clients.
         series: recorded metrics of individual clients, keyed by series.
-        totals: recorded metrics of the whole federation, keyed by series.
+        totals: recorded metrics of the federation as a whole, keyed by series.
         seconds: duration of each round in seconds, keyed by (method, seed) and sorted by round.
     """
 
@@ -110,7 +110,7 @@ class Run:
     def attackers(self, seed: int) -> frozenset[int]:
         """Return the clients that attacked with the given seed.
 
-        The scores of such clients say nothing about a method.
+        The scores of such clients do not say anything about a method.
         """
         return self.partitions[seed].attackers if seed in self.partitions else frozenset()
 
@@ -125,9 +125,9 @@ class Run:
 
     @property
     def ratios(self) -> Numbers | None:
-        """Number of test samples per training sample for each client, ``[n]``, as a mean over seeds.
+        """Number of test samples per training sample for each client, ``[n]``, averaged over seeds.
 
-        None if the seeds share their test parts, if there is only one seed, or if the test parts were not recorded.
+        None if all seeds use the same test parts, if there is only one seed, or if the test parts were not recorded.
         """
         parts = [*self.partitions.values()]
         if len({part.tests for part in parts}) < 2:
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def attacked(self) -> bool:
-        """True if any clients are recorded as attackers."""
+        """True if at least one client is recorded as an attacker."""
         return any(partition.attackers for partition in self.partitions.values())
 
     def benign(self, key: Key) -> Points | None:
@@ -154,5 +154,5 @@ class Run:
         return self.names[id] if id < len(self.names) else str(id)
 
     def titled_client(self, id: int) -> str:
-        """Return the name of a client in the form that serves as the title of a panel."""
+        """Return the name of a client in the form in which it is used as the title of a panel."""
         return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)

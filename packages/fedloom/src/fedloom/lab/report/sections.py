@@ -1,4 +1,4 @@
-"""Sections of the analyses page: a package's function (by entry point), or a plain table of the recorded file."""
+"""Sections of the analyses page: output of a package's function (an entry point), or a table of the recorded file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import REPAIR_HINT, RESULT_FILES, analysis_file, check_digest, has_digest
 
 GROUP_NAME = "fedloom.sections"
-"""Entry points of functions ``(runs, rows, lead) -> Section | None``, which are named after kinds of analyses."""
+"""Entry points of functions ``(runs, rows, lead) -> Section | None``. Each has the name of a kind of analysis."""
 MAX_LINES = 200
-"""Maximum number of lines of a plain table that the page shows. The CSV file always contains all lines."""
+"""Maximum number of lines of a plain table that are shown on the page. The CSV file always contains all lines of the
+table."""
 
 
 class Section(NamedTuple):
@@ -29,8 +30,8 @@ class Section(NamedTuple):
     Attributes:
         title: heading of the section.
         lead: sentence below the heading.
-        body: content of the section as HTML. The body is empty if the analysis recorded nothing.
-        files: CSV files to write next to the page, keyed by name without suffix.
+        body: content of the section as HTML. If the analysis did not record anything, the body is empty.
+        files: CSV files to write next to the page, keyed by name without file extension.
     """
 
     title: str
@@ -48,7 +49,7 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
     Args:
         runs: runs that the report covers.
         rows: rows of the results table, one for each model of each method.
-        lead: name of the leading metric.
+        lead: name of the primary metric.
     """
     sections = dict[str, Section]()
     makers: dict[str, MakeSection] = {entry.name: entry.load() for entry in entry_points(group=GROUP_NAME)}
@@ -64,7 +65,7 @@ def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Sectio
 def plain_section(runs: list[Run], name: str) -> Section:
     """Return a section that shows the recorded table of an analysis, with rounded cells.
 
-    The CSV file of the section contains the values without rounding.
+    The section's CSV file contains the values without rounding.
 
     Args:
         runs: runs that the report covers.

@@ -9,12 +9,12 @@ from fedloom.lab.report.markup import render_part, scrolling
 from fedloom.lab.report.run import Run
 
 TABLE_TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
-"""Titles of tables in the experiment file, where they differ from the names of the tables."""
+"""Titles of tables in the experiment file that differ from the names of the tables."""
 UNREPORTED_TABLES = ("engine", "resolved", "tune")
-"""Tables that have no effect on the values in the report. These tables still appear in the full text of the file at the
-end of the section."""
+"""Tables that have no effect on the values in the report. The full text of the file at the end of the section still
+contains these tables."""
 NOT_OPTIONS = ("algorithm", "label")
-"""Keys of a method that are not compared with those of other methods."""
+"""Keys of a method that are not compared with the keys of other methods."""
 
 
 def settings(runs: list[Run]) -> str:
@@ -49,9 +49,9 @@ def _words(run: Run) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """Render nested settings as one line of text, e.g. ``mixed: clients 10, alpha 0.5``.
+    """Render nested settings as a single line of text, e.g. ``mixed: clients 10, alpha 0.5``.
 
-    Settings that are turned off or empty are left out.
+    Settings that are turned off or empty are omitted.
     """
     if isinstance(value, dict):
         head = str(value.get("kind") or value.get("source") or "")
@@ -66,7 +66,7 @@ def _text(value: object) -> str:
 
 
 def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the settings that all methods share."""
+    """Return the settings that are the same for all methods."""
     names = dict.fromkeys(name for method in methods for name in method if name not in NOT_OPTIONS)
     texts = {name: {_text(method.get(name)) for method in methods} for name in names}
     return {name: text.pop() for name, text in texts.items() if len(text) == 1}
@@ -124,7 +124,7 @@ def _differences(runs: list[Run]) -> str | None:
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to the form ``{"a.b": value}``. Methods in a list are numbered from 1."""
+    """Flatten nested tables to the form ``{"a.b": value}``. Methods that are given as a list are numbered from 1."""
     if isinstance(options, list) and options and isinstance(options[0], dict):
         options = {str(i): value for i, value in enumerate(options, start=1)}
     if not isinstance(options, dict):

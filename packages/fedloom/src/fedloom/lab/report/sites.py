@@ -1,6 +1,6 @@
 """Sites of a deployment: the rounds that each site joined or missed, and the reasons why its replies were rejected.
 
-Another table shows how much privacy was spent.
+An additional table shows how much privacy was spent.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
 
 MAX_ROUND_LINES = 25
-"""Maximum number of lines in a table over rounds. If there are more rounds, an evenly spaced selection is shown,
-including the first and the last."""
+"""Maximum number of lines in a table over rounds. If there are more rounds, an evenly spaced selection is shown, which
+includes the first and the last round."""
 
 SITES_TEXT = "Course of the run at the sites. A round counts for a site after its upload was accepted."
 
 
 def site_tables(runs: list[Run]) -> str:
-    """Render an HTML table for each run of a deployment, or return "" if all runs are simulations."""
+    """Render an HTML table for each run of a deployment. If all runs are simulations, return ""."""
     parts = []
     for run in runs:
         rounds = max((record.rounds for record in run.summary.runs), default=0)
@@ -45,9 +45,9 @@ def site_tables(runs: list[Run]) -> str:
 
 
 def privacy_tables(runs: list[Run]) -> str:
-    """Render an HTML table of epsilon by round for each run that spent any privacy.
+    """Render an HTML table of epsilon by round for each run that spent any privacy budget.
 
-    The table contains one column per method, with the maximum over seeds.
+    The table contains one column per method. Each cell is the maximum over seeds.
     """
     parts = []
     for run in runs:

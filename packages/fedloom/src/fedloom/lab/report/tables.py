@@ -1,6 +1,6 @@
 """Tables of results as Arrow, CSV and LaTeX (booktabs).
 
-The numbers in the HTML tables for readers are also formatted here.
+The numbers in the HTML tables are also formatted here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ MAX_LATEX_COLUMNS = 6
 """Maximum number of columns in the LaTeX table if the caller does not choose the columns."""
 BOOKTABS_LINE = "% \\usepackage{booktabs}"
 TERMINAL_FIGURES = ("steps", "bytes_down")
-"""Costs that the LaTeX table leaves out if the caller does not choose the columns."""
+"""Costs that are omitted from the LaTeX table if the caller does not choose the columns."""
 
 
 def result_table(run_dir: Path) -> pa.Table:
-    """Return a table with one row for each method and model of a run, with numbers that are neither rounded nor scaled.
+    """Return a table with one row for each method and model in a run. The numbers are neither rounded nor scaled.
 
     The first columns are ``run, method, algorithm, model, status, seeds, rounds, parameters``. Three columns follow for
     each metric: its mean over seeds (``<name>``), the half-width of the 95 % t interval (``<name>_ci95``), and the
     number of seeds with a finite value (``<name>_seeds``). The metrics are ``<metric>`` (mean over the clients' test
-    parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round that was best on validation
-    data), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and seconds.
+    parts in the last round), ``<metric>_worst10``, ``<metric>_at_validation`` (in the round with the best validation
+    result), ``<metric>_common`` (on the common test set), ``loss_variance``, work, traffic in bytes, and seconds.
 
     Raises:
         RunDirError: ``run_dir`` is not a run directory, or cannot be read.
@@ -80,13 +80,13 @@ def column_of(name: str) -> str:
 
 
 def csv_text(rows: list[Row]) -> str:
-    """Render the table that `arrow` returns as CSV. Values that are unknown are left empty."""
+    """Return the table that `arrow` returns as CSV text. Unknown values are left empty."""
     table = arrow(rows)
     return csv_of(table.column_names, table.to_pylist())
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:
-    """Return the titles of the metrics in the HTML table, keyed by metric. The leading metric comes first."""
+    """Return the titles of the metrics in the HTML table, keyed by metric. The primary metric comes first."""
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
@@ -96,12 +96,12 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
 
 
 def headline(lead: str) -> tuple[str, ...]:
-    """Return the metrics with which an HTML table begins, given its leading metric."""
+    """Return the metrics with which an HTML table begins, given its primary metric."""
     return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COST_FIGURES
 
 
 def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the titles of the metrics in the LaTeX table: the chosen ones, or up to `MAX_LATEX_COLUMNS` by default.
+    """Return the titles of the metrics in the LaTeX table: the chosen ones or, by default, up to `MAX_LATEX_COLUMNS`.
 
     Raises:
         ConfigError: a chosen metric does not exist.
@@ -119,11 +119,11 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
 
 
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
-    """Render the mean of a metric and the half-width of its interval.
+    """Format the mean of a metric and the half-width of its interval.
 
     Both numbers are rounded to two significant digits of the half-width.
 
-    The result is ``(UNKNOWN_DASH, "")`` if there is no value.
+    If there is no value, the result is ``(UNKNOWN_DASH, "")``.
 
     >>> cell("accuracy", Estimate({0: 0.9, 1: 0.92}))
     ('91.0', '12.7')
@@ -134,12 +134,12 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
 
 
 def cell_text(name: str, estimate: Estimate | None) -> str:
-    """Render a metric with its interval as text."""
+    """Format a metric and its interval as text."""
     return pair(*cell(name, estimate))
 
 
 def measured(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render a metric, given its unscaled mean and half-width (see `cell`)."""
+    """Format a metric, given its unscaled mean and half-width (see `cell`)."""
     scale = figure(name).scale
     if not math.isfinite(mean):
         return UNKNOWN_DASH, ""
@@ -151,7 +151,10 @@ def measured(name: str, mean: float, half: float) -> tuple[str, str]:
 
 
 def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
-    """Render the difference in a metric with its interval. For a logarithm of a ratio, render the ratio as one text."""
+    """Format the difference in a metric and its confidence interval.
+
+    For the logarithm of a ratio, format the ratio as a single text.
+    """
     scale = figure(name).scale
     if is_ratio(name):
         return factor(mean, half), ""
@@ -231,7 +234,7 @@ def tex(text: str) -> str:
 
 
 def mark_cell(mean: str, half: str, *, best: bool = False, dagger: bool = False) -> str:
-    r"""Render a LaTeX cell with a value and its half-width. The cell may be bold or have a dagger.
+    r"""Format a LaTeX cell with a value and its half-width. The cell may be in bold or marked with a dagger.
 
     >>> mark_cell("91.2", "0.4"), mark_cell("91.2", "0.4", best=True), mark_cell("91", "", dagger=True)
     ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')

@@ -1,4 +1,4 @@
-"""Tuning: choose the settings of each method on validation data, with equal trials and equal compute budgets."""
+"""Tuning: choose each method's settings on validation data, with equal numbers of trials and compute budgets."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from fedloom.lab.tune.work import Goal
 from fedloom.storage.files import write_atomic
 
 SEARCH_REPORT_FILES = TRIALS_CSV, TRIALS_SVG, TUNING_PAGE = "trials.csv", "trials.svg", "tuning.md"
-"""Files that the report on a search consists of."""
+"""Files that make up the report on a search."""
 
 
 def write_report(
@@ -98,7 +98,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *
 
 
 def _whole(findings: Sequence[SearchResult]) -> str:
-    """Return a sentence about search spaces of which every setting was tried, or "" if there are none."""
+    """Return a sentence about search spaces in which every setting was tried, or "" if there are none."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
         return ""

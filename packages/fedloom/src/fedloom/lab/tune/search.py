@@ -1,10 +1,10 @@
-"""Search space of a method, and the choice of the setting that the search tries next.
+"""Search space of a method, and the choice of the setting to try next.
 
-The search space of a method consists of the defaults in `spaces.toml`, with the changes that the experiment makes to
-them. Each suggestion depends only on the finished trials and on (seed, method, trial number). A search that was
-interrupted therefore resumes with the same trials. If a space consists of lists and has no more settings than there are
-trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested by the results of past trials
-(TPESampler).
+The search space of a method consists of the defaults in `spaces.toml`, to which the changes in the experiment are
+applied. Each suggestion depends only on the finished trials and on (seed, method, trial number). A search that was
+interrupted therefore resumes with the same trials. If a space consists of lists and contains no more settings than
+there are trials, every setting is tried (GridSampler). Otherwise, the next trial is suggested based on the results of
+past trials (TPESampler).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Read = Callable[[Mapping[str, Any], str], Experiment]
 messages. The function raises ConfigError if the document is invalid."""
 ALL_METHODS = "all"
 DERIVED_FACTOR = "1x"
-"""Value of a derived option that keeps it at its derived default."""
+"""Value that a derived option has if it keeps its derived default."""
 
 
 @cache
@@ -54,7 +54,7 @@ def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]
 def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     """Return the search space of a method's settings.
 
-    Changes in the experiment replace the defaults, and entries for one method replace entries for all methods.
+    Changes in the experiment replace the defaults, and entries for a single method replace entries for all methods.
 
     Raises:
         ConfigError: the method does not have one of the settings.
@@ -89,7 +89,8 @@ def check_values(
     """Raise an error if a search space contains a value that the method does not accept.
 
     Raises:
-        ConfigError: a value is not accepted. The message contains the method's own error message about the value.
+        ConfigError: one of the values is not accepted. The message contains the method's own error message about the
+            value.
     """
     alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
     for key, dimension in space.items():
@@ -106,7 +107,7 @@ def check_values(
 def replace_params(document: Mapping[str, Any], place: int, params: Params, **more: object) -> dict[str, Any]:
     """Return a copy of a document in which the given settings of method number ``place`` are replaced.
 
-    Everything else stays the same.
+    Everything else remains the same.
     """
     method = {**document["method"][place], **more}
     for key, value in params.items():
@@ -120,7 +121,7 @@ def replace_params(document: Mapping[str, Any], place: int, params: Params, **mo
 
 
 def file_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
-    """Return the file's values of the settings that are searched, or None if the search space excludes them."""
+    """Return the experiment file's values of the searched settings, or None if the search space excludes them."""
     fields = fields_of(method.entry)
     table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
     params = {key: _value_at(table, key) for key in space}
@@ -144,14 +145,14 @@ def _holds(dimension: Dimension, value: object) -> bool:
 
 
 class Search:
-    """Search of one method: it chooses the next trial and determines when the search ends.
+    """Search over the settings of one method: it chooses the next trial and determines when the search ends.
 
     Args:
-        space: range or choices of every setting.
-        tune: number of trials, seed, and the rules for stopping trials early.
+        space: range or choices for every setting.
+        tune: number of trials, seed, and the rules by which trials are stopped early.
         label: label of the method.
         higher: True if higher values of the metric are better.
-        first: settings of trial 0, taken from the experiment file. None if the space does not contain them.
+        first: settings of trial 0, taken from the experiment file. None if the space does not contain these settings.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class Search:
         return self.settings <= self._tune.trials
 
     def ended(self, trials: Sequence[Trial]) -> bool:
-        """Return True if nothing is left to try after the given finished trials."""
+        """Return True if there is nothing left to try after the given finished trials."""
         return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
@@ -196,21 +197,21 @@ class Search:
         return max(scored)[2] if scored else None
 
     def _next(self, trials: Sequence[Trial]) -> Params | None:
-        """Return the next setting if it does not depend on results, or None if Optuna is to suggest it."""
+        """Return the next setting if it does not depend on results, or None if Optuna is to suggest the setting."""
         if self._grid is None:
             return None if trials else self._first
         tried = [t.params for t in trials]
         return next((params for params in self._grid if params not in tried), None)
 
     def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
-        """Return all settings of a space that consists of lists, in a seeded order with the file's setting first."""
+        """Return all settings of a space that consists of lists, in seeded random order after the file's setting."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
         study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))
         candidates: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
         return sorted(candidates, key=lambda params: params != self._first)
 
     def _seed(self, trial: int = 0) -> Any:
-        """Return a 128-bit seed in a form that numpy's generators accept."""
+        """Return a 128-bit seed in a form that numpy's random generators accept."""
         return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
 
 
@@ -225,12 +226,12 @@ class Study(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Names of the models that are scored, in words."""
+        """Names, in words, of the models that are scored."""
         return " and ".join(self.goal.models)
 
 
 class SearchResult(NamedTuple):
-    """Trials of a method, and the best of them. ``best`` is None if no trial was completed."""
+    """Trials of a method, including the best one. If no trial was completed, ``best`` is None."""
 
     study: Study
     trials: Sequence[Trial]
@@ -240,7 +241,7 @@ class SearchResult(NamedTuple):
     def share(self) -> float | None:
         """Fraction of the compute budget that the best trial used.
 
-        None if no trial was completed, or if compute budgets are not equal.
+        None if no trial was completed, or if the compute budgets are not equal.
         """
         samples = self.study.goal.samples
         return None if self.best is None or samples is None else self.best.samples_backward / samples
@@ -259,13 +260,16 @@ def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
 def note_limits(findings: Sequence[SearchResult]) -> list[str]:
     """Return warnings about the chosen settings.
 
-    Trials may have been shorter than the runs, and a run's epsilon does not cover the trials.
+    Trials may be shorter than the final runs, and a run's epsilon does not include the trials.
     """
     return [*_fewer_rounds(findings), *_private_choices(findings)]
 
 
 def _fewer_rounds(findings: Sequence[SearchResult]) -> list[str]:
-    """Return a warning if trials had fewer rounds than the runs. The best setting may diverge in longer runs."""
+    """Return a warning if trials have fewer rounds than the runs.
+
+    The best setting in such trials may diverge in longer runs.
+    """
     pairs = dict.fromkeys((f.study.goal.rounds, f.study.method.setting.rounds) for f in findings)
     return [
         f"Trials had the work of {tried} rounds, but the runs have the work of {rounds}, and a chosen "

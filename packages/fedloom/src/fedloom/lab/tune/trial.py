@@ -39,8 +39,8 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 Params = Mapping[str, Any]
 """Values of settings, keyed by name, such as ``mu`` or ``local.lr``."""
 COMPARISON_POINTS = 5
-"""Number of points in a trial at which it is compared with earlier trials. Each point requires an evaluation. With this
-number, a trial that has no chance can be stopped after a fifth of its rounds."""
+"""Number of points during a trial at which it is compared with earlier trials. Each point requires an evaluation. With
+this number, a hopeless trial can be stopped after a fifth of its rounds."""
 TRIAL_PART: Literal["validation"] = "validation"
 
 
@@ -51,7 +51,7 @@ class Trial(Value):
     """Trial of one setting.
 
     Attributes:
-        number: index of the trial among those of its method, counted from 0.
+        number: index of the trial among the trials of its method, counted from 0.
         params: values of the settings, keyed by name.
         state: ``complete``, ``pruned`` (stopped early because it was below the median of the complete trials) or
             ``failed`` (it diverged, or the method does not accept the values on these clients).
@@ -95,10 +95,10 @@ def setting(params: Params) -> str:
 
 
 class TrialJournal:
-    """Journal of a method's finished trials, stored in a file of Optuna's journal storage.
+    """Journal of a method's finished trials, which is stored in a file in Optuna's journal format.
 
-    Each trial is one line of the file. If the process crashes, the file therefore contains either the whole line or
-    nothing of it. The lock on the directory keeps other processes from writing to the file.
+    Each trial is one line of the file. Even if the process crashes, the file therefore contains either the whole line
+    or no part of it. Because the directory is locked, other processes cannot write to the file.
 
     Args:
         path: path of the file, created if it does not exist. A line that was cut off by a crash is removed.
@@ -107,7 +107,7 @@ class TrialJournal:
 
     Raises:
         RunDirError: the file is damaged.
-        CheckpointError: (any method) the disk is full or refuses a write. Earlier trials stay intact.
+        CheckpointError: (any method) the disk is full or refuses a write. Earlier trials remain intact.
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
@@ -130,7 +130,7 @@ class TrialJournal:
             raise RunDirError(f"{path} is damaged: {error}. Choose another --out, or start over with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
-        """Append a trial to the journal. The settings of the trial have the distributions ``space``."""
+        """Append a trial to the journal. The settings of the trial are described by the distributions ``space``."""
         self._study.add_trial(trial.frozen(space))
         self.trials.append(trial)
 
@@ -155,7 +155,7 @@ def _trial(frozen: FrozenTrial) -> Trial:
 
 
 class Interrupted(Exception):
-    """Interruption of a trial because the user asked to stop. The trial is saved in a checkpoint."""
+    """Interruption of a trial because the user requested a stop. The trial is saved in a checkpoint."""
 
 
 def remove_test(fed: Federation) -> Federation:
@@ -167,9 +167,9 @@ def remove_test(fed: Federation) -> Federation:
 
 
 def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
-    """Return the setting of a trial's run, which is evaluated on validation data only.
+    """Return the setting of a trial's run, which is evaluated only on validation data.
 
-    Early stopping is turned off, so that all trials of a search have equal compute budgets.
+    Early stopping is disabled, so that all trials of a search have equal compute budgets.
     """
     evaluate = Evaluate(every=every, parts=(TRIAL_PART,), select_on=TRIAL_PART)
     return setting.with_(seed=seed, evaluate=evaluate, early_stop=None)
@@ -178,7 +178,7 @@ def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
 def scored_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
 ) -> tuple[tuple[str, ...], str, bool]:
-    """Return which models and which metric decide between trials, and whether higher values are better.
+    """Return the models and the metric that decide between trials, and whether higher values of the metric are better.
 
     Raises:
         ConfigError: the method does not have the model, the task does not have the metric, or the setting is invalid.
@@ -205,7 +205,7 @@ def scored_models(
 def _defined(problem: JobFacts) -> set[str]:
     """Return the metrics that are defined on the validation data of at least one client.
 
-    AUROC, for example, needs both classes.
+    For example, both classes are needed for the AUROC.
     """
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(TRIAL_PART), fed.targets(fed.parts[TRIAL_PART].index)
@@ -292,7 +292,7 @@ class _Lost(Exception):
 class _PrunedTrial(BaseException):
     """Early stop of a trial, with the last state of its run.
 
-    This class is not derived from Exception, because an Exception that a callback raises would not end the run.
+    This class is not derived from Exception, because an Exception raised by a callback would not end the run.
     """
 
     def __init__(self, state: State) -> None:
@@ -332,13 +332,13 @@ def _score(records: Records, goal: Goal) -> float:
 
 
 def _samples(state: State) -> int:
-    """Return the number of samples whose gradients a run has computed, including those for its last personal models."""
+    """Return the number of sample gradients that a run has computed, including those for its last personal models."""
     total = state.records.last("", "", "samples_backward")
     return 0 if total is None else int(total[0])
 
 
 def _further(trial: Trial, state: State) -> Trial:
-    """Return the trial with the cost of one more run added."""
+    """Return the trial after adding the cost of one more run."""
     samples = trial.samples_backward + _samples(state)
     further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
     return further

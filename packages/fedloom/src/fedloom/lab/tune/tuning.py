@@ -75,18 +75,18 @@ from fedloom.storage.locks import lock
 from fedloom.values import dump, find_difference, flatten_document
 
 TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
-"""Keys of an experiment that have no effect on trials."""
+"""Keys of an experiment that do not affect trials."""
 SEARCH_FILE, LOG_FILE = "search.toml", "trials.log"
 SEARCH_FOLDERS = ("trials", "checkpoints", WORK_FOLDER)
 SEARCH_ENTRIES = (*SEARCH_FOLDERS, "search.toml", "tuned.toml", *SEARCH_REPORT_FILES)
 """Names of the files and folders that a search creates in its directory. The first entries are its folders."""
 
 OnTrial = Callable[[str, Trial], None]
-"""Function that is called with (label, trial) after every trial."""
+"""Function that is called with (label, trial) after each trial."""
 
 
 class Tuning:
-    """Search for the best settings of an experiment's methods.
+    """Search for the best settings of the methods in an experiment.
 
     Args:
         document: content of the experiment file.
@@ -95,13 +95,13 @@ class Tuning:
         data_dir: folder of data sets.
         force: True to discard the existing trials.
         read: function that converts a document to an experiment.
-        clients: function that returns the federation for a seed. None: the federations are those that the experiment
-            defines.
+        clients: function that returns the federation for a given seed. If None, the federations are those that the
+            experiment defines.
 
     Raises:
         ConfigError: the experiment is invalid, has no validation data, has an invalid search space, or is run on
             several ranks of torchrun. This error is also raised if the directory lies inside a run directory or
-            contains a file that the search reads. Nothing is written in that case.
+            contains a file that the search reads. In that case, nothing is written.
         RunDirError: the directory belongs to a different search, or is not the directory of a search.
         DataError: the data cannot be read.
     """
@@ -174,7 +174,7 @@ class Tuning:
     def rounds(self) -> int:
         """Total number of rounds of all trials.
 
-        With equal compute budgets, the number is expressed in rounds of plain local training.
+        With equal compute budgets, the number is expressed in rounds of local training without federation.
         """
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
@@ -190,21 +190,20 @@ class Tuning:
         """Run the missing trials, write all files of the search, and return the result for every method.
 
         Args:
-            on_trial: function that is called with the label and the trial after every trial.
-            listeners: functions that are called with an event after every round of a trial.
-            tuned: True to also write ``tuned.toml``. Every method must then have a complete trial.
+            on_trial: function that is called with the label and the trial after each trial.
+            listeners: functions that are called with an event after each round of a trial.
+            tuned: True if ``tuned.toml`` is also to be written. Every method must then have a complete trial.
             join: True to divide the methods among all processes that join the search, on any machine that can access
                 the directory. The trials of one method always run one after another, because each trial depends on the
                 previous ones.
-            executor: executor that performs the searches of the methods, with a method ``submit(function,
-                *arguments)``.
+            executor: executor with a method ``submit(function, *arguments)`` that performs the searches of the methods.
 
         Returns:
             The result of the search for each method, in the order of the experiment.
 
         Raises:
-            RunStopped: the search was interrupted, or no trial of some method was completed. Finished trials are kept
-                in both cases.
+            RunStopped: the search was interrupted, or there is a method for which no trial was completed. In both
+                cases, finished trials are kept.
             CheckpointError: the disk is full or refuses a write. Finished trials are kept.
         """
         self._stopped = False
@@ -241,7 +240,7 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def _run_elsewhere(self, executor: Executor, on_trial: OnTrial, *, tuned: bool, join: bool) -> list[SearchResult]:
-        """Perform the work of `run` with an executor, which computes the search for each method as one unit.
+        """Perform the work of `run` with an executor that computes the search for each method as one unit.
 
         If the search for a method is interrupted, it starts again from its first trial.
         """
@@ -264,9 +263,9 @@ class Tuning:
             return self._findings(tuned=tuned)
 
     def search_one(self) -> bytes | None:
-        """Search for the settings of the only method.
+        """Search for the settings of the experiment's only method.
 
-        Return the journal of its trials, or None if the user stopped the search.
+        Return the journal of the trials, or None if the user stopped the search.
         """
         (study,) = self.studies
         self._stopped = False
@@ -276,7 +275,7 @@ class Tuning:
         return self._log(study, self.out).read_bytes() if ended else None
 
     def _findings(self, *, tuned: bool) -> list[SearchResult]:
-        """Write all files of the search and return the result for every method."""
+        """Write all files of the search, and return the result for each method."""
         findings = [self._result_of(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
             raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are saved in {self.out}")
@@ -331,7 +330,7 @@ class Tuning:
         return results or [self._result_of(study) for study in self.studies]
 
     def _adopt(self, claims: Claims) -> None:
-        """Take over the trials of processes that joined the search and have ended."""
+        """Take over the trials of processes that joined the search and have since ended."""
         claims.check_ended()
         for study in self.studies:
             name = file_name(study.method.label)
@@ -413,7 +412,7 @@ class Tuning:
         return {} if needed == wanted else {"rounds": needed}
 
     def _budget(self, rounds: int) -> Budget:
-        """Measure the compute budget: the cost of plain local training for a number of rounds, with the first seed."""
+        """Measure the compute budget: the cost of local training for some rounds, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
         for table in ("aggregation_weights", "personalized_aggregation", "aggregator", "upload_transform"):
             plain.pop(table, None)
@@ -430,7 +429,7 @@ class Tuning:
     def _check_directory(self) -> None:
         """Raise an error if the directory does not belong to this search.
 
-        The file ``search.toml`` in the directory records what the trials depend on.
+        The file ``search.toml`` in the directory records the settings on which the trials depend.
         """
         out, path = self.out, self.out / SEARCH_FILE
         if not is_unused(out) and not path.exists():
@@ -459,11 +458,11 @@ class Tuning:
         make_folder(self.out / "trials")
 
     def _recorded_identity(self) -> dict[str, Any]:
-        """Return `_identity` as it would be read from a file."""
+        """Return `_identity` in the form in which it would be read from a file."""
         return tomllib.loads(tomli_w.dumps(self._identity()))
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything that the trials depend on, as a TOML document."""
+        """Return everything on which the trials depend, as a TOML document."""
         settings = self.experiment.settings()
         for free in TRIAL_FREE_PARTS:
             settings.pop(free)
@@ -477,20 +476,20 @@ class Tuning:
 
 
 def compute_search(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Search for the settings of one method of an experiment, in any process, and return the reply as bytes.
+    """Search for the settings of one method of an experiment in any process, and return the reply as bytes.
 
     The same arguments always give the same trials.
 
     Args:
         experiment: text that `pack_experiment` returned, including the table ``tune``.
         unit: JSON object with the keys ``label`` and ``rounds`` (the number of rounds of a trial).
-        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
+        data: bytes that `pack_experiment` returned. Each worker receives the data only once.
 
     Returns:
-        A `UnitReply`, encoded as bytes, with the journal of the trials.
+        A `UnitReply` that contains the journal of the trials, encoded as bytes.
 
     Raises:
-        DataError: the worker's data differ from those of the experiment.
+        DataError: the worker's data differ from the data of the experiment.
         ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
@@ -512,9 +511,9 @@ def _table(dimension: Dimension) -> Any:
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return a message about a changed setting that trials depend on, or "" if none has changed.
+    """Return a message about a changed setting on which trials depend, or "" if no such setting has changed.
 
-    The number of trials, the methods and the final number of rounds may change.
+    The number of trials, the methods and the final number of rounds may be different.
     """
     tunes = [document.pop("tune") for document in (before, now)]
     free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))

@@ -1,9 +1,9 @@
-"""Equal work: find the number of rounds in which a method computes as many gradients as plain local training.
+"""Equal work: find the number of rounds in which a method computes as many gradients as local training does.
 
-The work of a run is the number of samples whose gradients its rounds compute, plus the number whose gradients its
-personal models need after the last round. Rounds may differ in cost, for example in FedALA's second round or if a rule
-stops local training early. The plan is therefore made for the sum over rounds, and the actual cost of a run is compared
-with it.
+The work of a run is the number of sample gradients that its rounds compute, plus the number that its personal models
+need after the last round. Rounds may differ in cost, for example the second round of FedALA, or rounds in which a rule
+stops local training early. The plan is therefore made for the sum over rounds, and is compared with the actual cost of
+a run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fedloom.engine.setting import Setting
 from fedloom.lab.experiment.measure.cost import play
 
 MAX_BUDGET_RATIO = 1.1
-"""Maximum fraction of its budget that a run may use without a warning in the terminal, the tuned file and reports."""
+"""Maximum fraction of its budget that a run may use without a warning in the terminal, tuned file and reports."""
 MIN_BUDGET_RATIO = 0.9
-"""Minimum fraction of its budget that a run must use. If the actual fraction is below this value or above
-`MAX_BUDGET_RATIO`, the run is planned again from the measured cost of every round."""
+"""Minimum fraction of its budget that a run must spend. If the actual fraction is below this value or above
+`MAX_BUDGET_RATIO`, the run is planned again based on the measured cost of every round."""
 EQUAL_COST_TOLERANCE = 0.01
-"""Relative difference in cost up to which two rounds are treated as equal. A first plan then assumes that all later
-rounds cost the same."""
+"""Maximum relative difference in cost at which two rounds are treated as equal. A first plan then assumes that all
+later rounds have the same cost."""
 MAX_ROUND_MULTIPLE = 20
-"""Maximum number of rounds in a plan that measures every round, as a multiple of the rounds of plain training."""
+"""Maximum number of rounds in a plan that measures every round, as a multiple of the rounds of local training."""
 
 
 class RoundPlan(NamedTuple):
@@ -34,8 +34,8 @@ class RoundPlan(NamedTuple):
 
     Attributes:
         rounds: number of rounds that the run should have.
-        spent: number of samples whose gradients were computed to make this plan.
-        personal: number of samples whose gradients are needed for the personal models after a round.
+        spent: number of samples whose gradients were computed to create this plan.
+        personal: number of sample gradients that are needed for the personal models after a round.
     """
 
     rounds: int
@@ -44,10 +44,10 @@ class RoundPlan(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """Budget of gradients for one run (with one seed).
+    """Number of sample gradients that one run (with one seed) may compute.
 
     Attributes:
-        plain: for each round of plain local training, the number of samples whose gradients it computes.
+        plain: for each round of local training without federation, the number of sample gradients that it computes.
         spent: number of samples whose gradients were computed to determine ``plain``.
     """
 
@@ -56,7 +56,7 @@ class Budget(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """Number of samples whose gradients a run may compute."""
+        """Maximum number of sample gradients that a run may compute."""
         return sum(self.plain)
 
     def missed(self, samples: float) -> bool:
@@ -64,7 +64,7 @@ class Budget(NamedTuple):
         return not MIN_BUDGET_RATIO * self.samples <= samples <= MAX_BUDGET_RATIO * self.samples
 
     def rounds(self, setting: Setting, fed: Federation, *, whole: bool = False) -> int:
-        """Return the number of rounds in the plan that `plan` makes."""
+        """Return the number of rounds in the plan that `plan` creates."""
         return self.plan(setting, fed, whole=whole).rounds
 
     def plan(self, setting: Setting, fed: Federation, *, whole: bool = False) -> RoundPlan:
@@ -73,8 +73,8 @@ class Budget(NamedTuple):
         Args:
             setting: setting of the run.
             fed: the clients and their data.
-            whole: True to run every round in order to measure its cost. False to stop as soon as two rounds in a row
-                have the same cost relative to plain training.
+            whole: True to run every round so that its cost can be measured. False to stop as soon as two rounds in a
+                row have the same cost in proportion to local training without federation.
 
         Raises:
             ConfigError, RunStopped, ClientError: `fedloom.lab.experiment.measure.cost.play` raised the error.
@@ -101,14 +101,14 @@ class Budget(NamedTuple):
         raise AssertionError("a run is played until it is planned")
 
     def _cost(self, round: int) -> float:
-        """Return the number of samples whose gradients a given round of plain training computes.
+        """Return the number of sample gradients that a given round of plain local training computes.
 
-        For rounds beyond the last one, the mean over all rounds is returned.
+        For rounds after the last one, the mean over all rounds is returned.
         """
         return self.plain[round - 1] if round <= len(self.plain) else self.samples / len(self.plain)
 
     def _nearest(self, totals: list[float], after: int) -> int:
-        """Return the number of rounds measured so far or one less, whichever comes closer to the budget.
+        """Return the number of rounds measured so far, or one less if that comes closer to the budget.
 
         In case of a tie, the smaller number is returned.
         """
@@ -125,10 +125,10 @@ class Budget(NamedTuple):
 
 
 def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
-    """Measure the budget: the gradients that plain local training computes in a number of rounds.
+    """Measure the budget: the gradients that local training without federation computes in a number of rounds.
 
-    If clients are sampled uniformly and the first two rounds have equal cost, all rounds are assumed to have this cost.
-    Otherwise, every round is run.
+    If clients are sampled uniformly and the first two rounds have the same cost, all rounds are assumed to have this
+    cost. Otherwise, all rounds are run.
 
     Args:
         setting: the experiment's setting for FedAvg.
@@ -149,15 +149,15 @@ class Goal(NamedTuple):
     """Compute budget of the trials, and how they are scored.
 
     Attributes:
-        rounds: length of a trial, in rounds of plain local training if budgets are equal, or else in rounds of the
-            method.
-        budget: budget of a trial with one seed. None: the method's own number of rounds applies.
+        rounds: length of a trial. If compute budgets are equal, it is given in rounds of local training without
+            federation, or else in rounds of the method.
+        budget: budget of a trial with one seed. If None, the method's own number of rounds applies.
         metric: name of the validation metric that scores a trial.
-        seeds: seeds over which the score is averaged.
+        seeds: seeds over which the score of a trial is averaged.
         models: kinds of models over which the score is averaged.
         higher: True if higher values of the metric are better.
         statistic: how the clients' values are averaged: "mean", or "weighted" by their numbers of samples.
-        time: virtual time in seconds after which a trial with one seed ends. None: the trial runs all its rounds.
+        time: virtual time in seconds after which a trial with one seed ends. If None, the trial runs all of its rounds.
     """
 
     rounds: int
@@ -176,7 +176,7 @@ class Goal(NamedTuple):
 
     @property
     def samples(self) -> int | None:
-        """Number of samples whose gradients a trial may compute, over all its seeds.
+        """Maximum number of sample gradients that a trial may compute, over all its seeds.
 
         None if trials are limited by their number of rounds instead.
         """

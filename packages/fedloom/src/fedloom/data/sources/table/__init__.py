@@ -1,1 +1,1 @@
-"""Reading of tables from files and memory: cells, columns and their levels."""
+"""Reading of tables from files and from memory: cells, columns and their levels."""

@@ -1,4 +1,4 @@
-"""Cells of tables, which are read in pieces of columns, checked, and converted to numbers or codes of levels."""
+"""Cells of tables: they are read in pieces of columns, checked, and converted to numbers or codes of levels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 BATCH_ROWS = 512
-"""Number of rows that are read at a time. For a table with 1,000 columns, this means that 512,000 cells are in memory
-as text."""
+"""Number of rows that are read at a time. For a table with 1,000 columns, this means that memory holds 512,000 cells as
+text."""
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 MAX_ROW_CHARACTERS = 2**26
 """Maximum number of characters in a row, and in all rows that are buffered before they are split into columns."""
 MAX_SHOWN_LEVELS = 6
-"""Maximum number of levels of a column that a message lists."""
+"""Maximum number of a column's levels that are listed in a message."""
 CELL_HINT = (
     "repair the cell, name it in missing, or give the column a role: target, client_column (client of a row), "
     "categorical or drop"
@@ -36,8 +36,7 @@ CELL_HINT = (
 DECIMAL_COMMA_PATTERN = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """Pattern of a number with a decimal comma and, optionally, periods as thousands separators."""
 GROUPED_NUMBER_PATTERN = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
-"""Pattern of an integer with commas as thousands separators, which could also be a number with a decimal comma and
-three decimals."""
+"""Pattern of an integer with thousands separators (commas) that could also be a number with a decimal comma."""
 QUANTITY_PATTERN = re.compile(
     r"(?P<limit>[<>~≤≥]?)\s?[€$£]?\s?[-+\u2212\u2013(]?(\d{1,3}([,'\u2019\s]\d{3})+|\d+(_\d+)*)([.,]\d+)?\s?"
     r"(?P<unit>[-%€$£)]?|[^\W\d_][\w/^.·* µμ°%]{0,15})"
@@ -45,7 +44,7 @@ QUANTITY_PATTERN = re.compile(
 """Pattern of a number with a unit or with signs that Python cannot parse."""
 DATE_TEXT_PATTERN = re.compile(r"\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}.*)?|\d{1,2}\.\d{1,2}\.\d{4}")
 DETECTION_BYTES = 2**18
-"""Number of bytes at the start of a CSV file from which its separators are detected."""
+"""Number of bytes at the start of a CSV file that are used to detect its separators."""
 MAX_NUMBER = float(np.finfo(np.float32).max)
 """Largest number that models accept."""
 Cells = Sequence[Any]
@@ -67,10 +66,10 @@ class Signs(NamedTuple):
 
 
 def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int = 0) -> Signs:
-    """Detect the separator and decimal sign of a CSV file from its first bytes.
+    """Detect the separator and the decimal sign of a CSV file from the first bytes of the file.
 
-    The separator must split most of the first rows into the same number of cells, which is at least two. The decimal
-    sign is a comma if some columns contain only numbers when commas are read in this way.
+    The separator must divide most of the first rows into the same number of cells, and this number must be at least
+    two. The decimal sign is a comma if there are columns that contain only numbers when commas are read in this way.
 
     Raises:
         DataError: the file is not UTF-8 text.
@@ -100,16 +99,16 @@ def signs_of(head: bytes, where: object, encoding: str | None = None, skip: int 
 
 
 def header_names(cells: Sequence[object] | None, width: int) -> list[str]:
-    """Return the names of ``width`` columns from the cells of the header, or column1, column2, ... if there is none."""
+    """Return the names of ``width`` columns from the cells of the header, or column1, column2, ... if it is missing."""
     if cells is None:
         return [f"column{k}" for k in range(1, width + 1)]
     return ["" if cell is None else str(cell).strip() for cell in cells]
 
 
 def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None = None) -> DataError:
-    """Return the error for a byte at offset `at` (from 0) that is not valid in the encoding.
+    """Return the error for a byte at offset `at` (from 0) that is invalid in the encoding.
 
-    `rest` begins with this byte.
+    `rest` starts with this byte.
     """
     if stated is not None:
         return DataError(
@@ -129,7 +128,7 @@ def _not_utf8(where: object, at: int, line: int, rest: bytes, stated: str | None
 
 
 def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
-    """Return True if numbers have a decimal comma, because some columns contain only numbers if they do.
+    """Return True if numbers have a decimal comma, which is assumed if some columns then contain only numbers.
 
     Commas before three digits, as in 1,000, are not treated as decimal commas if cells are separated by commas or if
     other numbers contain a period.
@@ -144,10 +143,10 @@ def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
 
 
 class Problems:
-    """Problems of a table for a single message: the first problem of each kind, and how many there are.
+    """Problems of a table for a single message: the first problem of each kind, and their number.
 
     Args:
-        where: file that the message names.
+        where: file for use in messages.
         first: number of the first row below the header.
     """
 
@@ -156,7 +155,7 @@ class Problems:
         self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
     def add(self, kind: str, column: str, what: str, cells: Sequence[object], cure: str) -> None:
-        """Add cells of a column that have the same problem. `what` describes the first of them."""
+        """Add cells of a column that have the same problem. `what` describes the first of these cells."""
         self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
     def add_gaps(self, piece: Piece, missing: NDArray[np.bool_], cure: str) -> None:
@@ -166,11 +165,11 @@ class Problems:
             self.add("missing", piece.column, what, [None] * int(missing.sum()), cure)
 
     def has(self, kind: str, column: str) -> bool:
-        """Return True if a column has a problem of this kind."""
+        """Return True if a column has a problem of the given kind."""
         return (kind, column) in self._cells_of
 
     def forget(self, column: str) -> None:
-        """Remove all problems of a column, because it is not used as a feature."""
+        """Remove all problems of a column, because the column is not used as a feature."""
         self._cells_of = {key: fault for key, fault in self._cells_of.items() if key[1] != column}
 
     def sentences(self) -> list[str]:
@@ -188,7 +187,7 @@ def csv_rows(
 ) -> Iterator[list[str]]:
     """Yield the rows of a CSV file.
 
-    If a comment mark is given, empty rows and rows that start with the mark are skipped.
+    If a comment mark is given, empty rows and rows that start with this mark are skipped.
 
     Raises:
         DataError: the file is not a CSV file in the expected encoding.
@@ -236,7 +235,7 @@ class _Lines:
     """Lines of a CSV file, with a limit on the length of a row.
 
     Attributes:
-        length: number of characters in the current row so far.
+        length: number of characters read so far in the current row.
     """
 
     def __init__(self, text: io.TextIOWrapper, where: str) -> None:
@@ -264,7 +263,7 @@ class _Lines:
 
 
 def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
-    """Yield rows in blocks. If rows are long, a block contains fewer of them."""
+    """Yield the rows in blocks. If rows are long, a block contains a smaller number of rows."""
     block, size = [], 0
     for row in rows:
         block.append(row)
@@ -277,9 +276,9 @@ def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
 
 
 def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
-    """Convert rows to pieces of columns, and yield the pieces.
+    """Convert rows to pieces of columns, and yield these pieces.
 
-    A row with a wrong number of cells is reported as a problem and skipped.
+    A row that has the wrong number of cells is reported as a problem and skipped.
     """
     start, line, width = 0, problems.first, len(names)
     for block in _blocks(rows):
@@ -306,8 +305,8 @@ def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) 
 def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the columns and texts of a second header row above the numbers, or [] if there is none.
 
-    A row is a second header if it has text in at least two columns of numbers and a number in none of them, and if at
-    least three rows follow.
+    A row is a second header if it contains text in at least two columns of numbers, contains no number in any of these
+    columns, and is followed by at least three rows.
     """
     table = [row for row in block if len(row) == len(names)]
     if len(table) < 4 or table[0] is not block[0]:
@@ -323,13 +322,13 @@ def _second_header(block: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 
 def replace_commas(cells: Iterator[Piece]) -> Iterator[Piece]:
-    """Replace decimal commas in numbers, so that Python can parse them. All other cells stay unchanged."""
+    """Replace decimal commas in numbers so that Python can parse the numbers. All other cells remain unchanged."""
     for piece in cells:
         yield piece._replace(cells=[pointed(cell) for cell in piece.cells])
 
 
 def pointed(cell: str) -> str:
-    """Return a number with a decimal comma in the notation of Python. Other text is returned unchanged.
+    """Convert a number with a decimal comma to Python's notation. Other text is returned unchanged.
 
     >>> [pointed(cell) for cell in ("1.234,5", "0,5", "12.03.2020", "a,b")]
     ['1234.5', '0.5', '12.03.2020', 'a,b']
@@ -344,7 +343,7 @@ def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
 
 
 def shortened(cell: object) -> str:
-    """Return a cell as text for messages, which is shortened if it is long."""
+    """Return a cell as text for use in messages. The text is shortened if it is long."""
     text = repr(cell)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 

@@ -1,4 +1,4 @@
-"""Checks of a table after all its cells have been read, which yield errors and notes."""
+"""Checks of a table that are made after all its cells have been read, and yield errors and notes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from fedloom.formats import shorten_list
 MAX_CLASS_NUMBERS = 30
 """Number of distinct integers in a label above which a note suggests that the task may be a regression."""
 MIN_CHECKED_ROWS = 10
-"""Minimum number of rows for notes on constant columns and outliers."""
+"""Minimum number of rows in a table for notes on constant columns and outliers."""
 MAX_NOTED_NEGATIVE_SHARE = 0.05
-"""Maximum fraction of negative numbers in a column for which a note is added."""
+"""Maximum fraction of negative numbers in a column at which a note is added."""
 OUTLIER_WIDTHS = 1000
-"""Minimum distance of an outlier from the interquartile range of its column, as a multiple of the width of this
-range."""
+"""Minimum distance of an outlier from the interquartile range of its column, in units of that range."""
 THREE_DIGITS_PATTERN, SHORT_FRACTION_PATTERN = re.compile(r"[-+]?[1-9]\d{0,2}\.\d{3}"), re.compile(r"[-+]?\d{1,3}")
 CODE_PATTERN = re.compile(r"0\d+|\d+[eE]\d+")
 """Pattern of digits that are probably a code: with a leading zero, or with an exponent but no sign or period."""
@@ -38,14 +37,14 @@ Coded = tuple[NDArray[np.float64], tuple[str, ...]]
 
 
 def rename(twice: Sequence[str]) -> str:
-    """Return advice on columns that have the same name."""
+    """Return advice on how to handle columns that have the same name."""
     if all(map(is_number, twice)):
         return "if the first row is not a header, set header = false. Otherwise rename one"
     return "set skip to the number of lines above the header, or name every column" if "" in twice else "rename one"
 
 
 def refuse_twins(where: str, names: Sequence[str]) -> None:
-    """Raise an error if a name occurs twice in a header.
+    """Raise an error if a header contains the same name twice.
 
     Raises:
         DataError: two columns have the same name.
@@ -64,7 +63,7 @@ def refuse_twins(where: str, names: Sequence[str]) -> None:
 
 
 class Spellings:
-    """Cells in text columns that are read as numbers although their author may have meant something else.
+    """Cells in text columns that are read as numbers, although the author of the table may have meant something else.
 
     Numbers that all have three decimals may contain periods as thousands separators (7.123 for 7,123). Cells such as
     ``007`` and ``1E5`` may be codes.
@@ -77,7 +76,7 @@ class Spellings:
         self._sound = set[str]()
 
     def add(self, column: str, cells: Cells) -> None:
-        """Add cells of a column in which numbers have a decimal point."""
+        """Add cells of a column in which numbers contain a decimal point."""
         examples = self._codes.setdefault(column, [])
         if len(examples) < MIN_CHECKED_ROWS:
             likely = (c for c in cells if isinstance(c, str) and ("e" in c or "E" in c or c.lstrip()[:1] == "0"))
@@ -114,7 +113,7 @@ class Spellings:
 
 
 def coded_numbers(values: NDArray[np.float64]) -> Coded:
-    """Return numbers ``[N]`` as codes of levels, where NaN has no level."""
+    """Return numbers ``[N]`` as codes of levels, in which NaN has no level."""
     has_value = ~np.isnan(values)
     distinct, places = np.unique(values[has_value], return_inverse=True)
     codes = np.full(len(values), np.nan)
@@ -137,9 +136,9 @@ def impossible(
     Args:
         times: name of the time column and its numbers ``[N]``, which are NaN for missing cells.
         events: name and numbers of the event column in the same form.
-        first: number of the first row in messages.
-        eventless: True if the table may contain no events at all, for example because it is one of several sites'
-            tables.
+        first: number of the first row, for use in messages.
+        eventless: True if the table may contain no events at all, for example because it is the table of one of several
+            sites.
     """
     if not eventless and not np.nansum(events[1]):
         yield f"the event {events[0]!r} is 0 in every row, so a model cannot learn from it"
@@ -162,7 +161,7 @@ def impossible(
 
 
 def find_odd_labels(labels: Mapping[str, NDArray[np.float64]], first: int) -> Iterator[str]:
-    """Yield errors for label columns with numbers other than 0, 1 and NaN (which stands for a missing cell)."""
+    """Yield errors for label columns that contain numbers other than 0, 1 and NaN (which stands for a missing cell)."""
     for column, values in labels.items():
         rows = np.nonzero(~np.isnan(values) & ~np.isin(values, (0, 1)))[0]
         if len(rows):
@@ -194,7 +193,7 @@ def late_entries(columns: Mapping[str, NDArray[np.float64]], times: tuple[str, N
 
 
 def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
-    """Return errors for columns whose rows ``[N, p]`` are outside the agreed range, for example in a different unit."""
+    """Return errors for columns whose rows ``[N, p]`` exceed the agreed range, for example due to a different unit."""
     if not x.size:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
@@ -203,7 +202,7 @@ def out_of_range(table: Table, x: NDArray[np.float64]) -> list[str]:
 
 
 def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
-    """Return errors for agreed columns in which most cells have an unknown level, e.g. due to spelling."""
+    """Return errors for agreed columns in which most cells have an unknown level, e.g. due to different spelling."""
     return [
         f"column {name!r}: {column.unknown.total()} of {rows} cells contain no agreed level "
         f"({column.shown}). Correct them, or agree on these levels too"
@@ -213,7 +212,7 @@ def unknown_levels(agreed: Mapping[str, Agreed], rows: int) -> list[str]:
 
 
 def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
-    """Yield notes on cells that are filled although the agreement expects no missing cells or unknown levels."""
+    """Yield notes on filled cells if the agreement expects no missing cells or unknown levels."""
     for name, column in agreed.items():
         unknown = column.unknown.total()
         if unknown:
@@ -226,7 +225,7 @@ def note_filled_cells(agreed: Mapping[str, Agreed]) -> Iterator[str]:
 
 
 def note_range_excess(agreed: Mapping[str, Agreed], columns: Mapping[str, NDArray[np.float64]]) -> Iterator[str]:
-    """Yield notes on numbers outside the agreed range, such as an undeclared marker of missing values."""
+    """Yield notes on numbers outside the agreed range, such as an undeclared missing-value code."""
     for name, column in agreed.items():
         if column.column.range is not None:
             (low, high), values = column.column.range, columns[name]
@@ -245,10 +244,10 @@ def doubtful(
 
     Args:
         columns: numbers or codes ``[N]``, which are NaN for missing cells, keyed by column name.
-        measured: names of the columns in which outliers are searched.
-        first: number of the first row in messages.
-        arrays: True if the columns come from an array, which has no options for columns. In arrays, rare negative
-            numbers are not reported.
+        measured: names of the columns that are searched for outliers.
+        first: number of the first row, for use in messages.
+        arrays: True if the columns come from an array and therefore have no options of their own. In arrays, negative
+            numbers are not reported, even if they are rare.
     """
     useless, wrong = ("leave it out", "leave its row out") if arrays else ("name it in drop", "name it in missing")
     empty, constant, notes = list[str](), list[str](), list[str]()
@@ -287,11 +286,11 @@ def doubtful(
 
 
 def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
-    """Yield notes on similar levels, on a label with a single class, and on classes without rows.
+    """Yield notes on levels that are similar, on a label that has a single class, and on classes without rows.
 
     Args:
         coded: columns of levels, keyed by column name.
-        label: name of the label, which is contained in `coded` if it has classes.
+        label: name of the label, which is also contained in `coded` if it has classes.
     """
     for name, column in coded.items():
         counts = rows_of_levels(column)

@@ -39,9 +39,10 @@ from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn, level, mark
 from fedloom.errors import ConfigError, DataError, NoSamples, direction_in
 
 MOST_COLUMNS = 100_000
-"""Maximum number of columns in a table. An array with this many columns can be read in a fraction of the time."""
+"""Maximum number of columns in a table. A numeric array with this many columns can be read in a fraction of the
+time."""
 MOST_TEXTS = 100_000
-"""Maximum number of distinct texts in a non-numeric column that are stored to detect names of people."""
+"""Maximum number of distinct texts in a non-numeric column that are stored in order to detect names of people."""
 
 
 def read_table(spec: TableRoles, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
@@ -55,9 +56,9 @@ def read_table(spec: TableRoles, name: str, names: list[str], cells: Iterable[Pi
         problems: collector for all problems.
 
     Raises:
-        ConfigError: columns do not exist, or no column is left as a feature.
+        ConfigError: columns do not exist, or no column remains as a feature.
         DataError: values are missing, numeric columns contain text, rows have different numbers of cells, or the label
-            does not fit the task. A single message lists all problems.
+            does not fit the task. All problems are listed in a single message.
     """
     reading = _Reading(spec, name, names, problems)
     for piece in cells:
@@ -145,7 +146,7 @@ class _Reading:
 
     @property
     def numeric_label(self) -> bool:
-        """True if the label is a number and not a class."""
+        """True if the label is a number rather than a class."""
         return self.task not in (*CLASS_TASKS, "auto")
 
     def add(self, piece: Piece) -> None:
@@ -180,7 +181,7 @@ class _Reading:
             self.measured[column].reserve(start, len(block))[:] = numbers(piece, missing, self.problems)
 
     def _events(self, cells: Cells) -> list[float]:
-        """Return 1 for cells that are counted as the event, and 0 for all others."""
+        """Return 1 for cells that are counted as the event, and 0 for all other cells."""
         counted = [level(cell) in self.spec.event_levels for cell in cells]
         self.events_seen.update(level(cell) for cell, is_event in zip(cells, counted, strict=True) if is_event)
         return [float(is_event) for is_event in counted]
@@ -207,7 +208,7 @@ class _Reading:
         self.problems.add_gaps(piece, missing, cure)
 
     def done(self) -> Dataset:
-        """Return the data set, after all cells have been added."""
+        """Return the data set after all cells have been added."""
         spec, agreement, where, problems = self.spec, self.spec.agreement, self.problems.where, self.problems
         left_out = self._leave_out()
         sentences = problems.sentences()
@@ -283,16 +284,19 @@ class _Reading:
 
     @property
     def _conversion(self) -> dict[str, object]:
-        """Options for reading new rows in the same way (see `Dataset`).
+        """Options with which new rows are read in the same way (see `Dataset`).
 
-        It is empty if there are no factors and no dates.
+        If there are no factors and no dates, it is empty.
         """
         spec = self.spec
         factors = {"client_column": spec.client_column, "factors": spec.factors} if spec.factors else {}
         return factors | ({"days_since": spec.days_since} if spec.days_since else {})
 
     def _convert(self, codes: NDArray[np.float64], clients: tuple[str, ...]) -> None:
-        """Multiply columns that have one factor per client. The factor of a client without one is 1."""
+        """Multiply each column that has one factor per client by these factors.
+
+        If a client has no factor, its factor is 1.
+        """
         values, row_clients = self._numbers, np.nan_to_num(codes, nan=len(clients)).astype(int)
         for column, factors in factors_by_client(self.spec.factors, [*clients, MISSING_LEVEL]):
             if column in self.place:
@@ -305,11 +309,11 @@ class _Reading:
         return whole if len(self._left) == whole.shape[1] else np.ascontiguousarray(whole[:, self._left])
 
     def _leave_out(self) -> list[str]:
-        """Remove features that number the rows or identify people, unless an option includes them, and return notes.
+        """Remove features that number the rows or identify people, unless an option keeps them, and return notes.
 
-        There is one note per removed column.
+        There is one note for each removed column.
 
-        Columns with an explicit role are kept, and an agreement is followed without removing columns.
+        Columns with an explicit role are kept, and if there is an agreement, it is followed without removing columns.
         """
         spec, whole = self.spec, cast("NDArray[np.float64]", self.x.done())
         self._left = [*self.place.values()]
@@ -351,7 +355,7 @@ class _Reading:
         return notes
 
     def _survey_notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """Yield notes of the survey of the table."""
+        """Yield the notes from the survey of the table."""
         values = self._numbers
         levels = {c: coded[c][1] for c in self.categorical} | {c: a.column.names for c, a in self.agreed.items()}
         features = {c: ReadColumn(values[:, k], levels.get(c, ())) for c, k in self.place.items()}
@@ -382,7 +386,7 @@ class _Reading:
         return {name: cast("NDArray[np.float64]", rows.done()) for name, rows in measured.items()}
 
     def _table(self, values: Tensor, coded: Mapping[str, Coded]) -> Table:
-        """Return the agreed table, or else a table with the levels and missing values that occur in the file."""
+        """Return the agreed table, or else a table with the levels and missing values found in the file."""
         spec = self.spec
         if spec.agreement is not None:
             agreed: Table = spec.agreement.table.with_(missing=self.markers)
@@ -396,7 +400,7 @@ class _Reading:
         return Table(columns=columns, missing=self.markers, impute=spec.impute)
 
     def _notes(self, coded: Mapping[str, Coded]) -> Iterator[str]:
-        """Yield notes on markers that never occur, on cells that the agreement fills, and on suspicious columns."""
+        """Yield notes on missing-value codes that never occur, cells that an agreement fills, and odd columns."""
         clients = None if self.spec.client_column is None else self.codes.get(self.spec.client_column)
         columns = {name: self._numbers[:, place] for name, place in self.place.items()}
         agreed = {name for name, c in self.agreed.items() if not c.column.levels and c.column.range is None}

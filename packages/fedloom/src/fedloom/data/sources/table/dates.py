@@ -12,14 +12,15 @@ from fedloom.hints import nearest
 
 SECONDS_PER_DAY = 86400.0
 DOTTED_DATE_PATTERN = re.compile(r"(\d{1,2})\.(\d{1,2})\.(\d{4})")
-"""Pattern of a date as day.month.year. Dates with slashes are not read, because the day or the month may come first."""
+"""Pattern of a date as day.month.year. Dates with slashes are not read, because either the day or the month may come
+first."""
 DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or name the cell in missing"
 
 
 def days_of(cell: object) -> float | None:
     """Return the number of days since 1970 for a date or time, or for text that contains one.
 
-    Return None for any other cell.
+    For any other cell, return None.
 
     >>> from datetime import date
     >>> days_of("1970-01-02"), days_of("3.1.1970"), days_of(date(1970, 1, 2)), days_of("1/2/1970")
@@ -52,16 +53,16 @@ def replace_dates(
 ) -> Iterator[Piece]:
     """Yield pieces of columns in which dates are replaced by numbers of days.
 
-    Date columns come last, because their start may be in a later column of the file.
+    Date columns are converted last, because their start may be in a column that comes later in the file.
 
     Args:
         cells: pieces of all columns.
-        days_since: start of each date column, which is another column or a date.
+        days_since: start from which the days of each date column are counted, which is another column or a date.
         markers: texts that mark missing cells.
         problems: collector for cells that are not dates.
 
     Yields:
-        The pieces. A cell is missing if its date or its start is missing.
+        The pieces. If the date or its start is missing, the cell is missing.
     """
     held: dict[str, list[object]] = {name: [] for pair in days_since.items() for name in pair}
     for piece in cells:

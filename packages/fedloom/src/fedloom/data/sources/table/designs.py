@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedloom.data.sources.table.checks import Coded
 
 TEST_LEVELS = ("1", "1.0", "true", "yes", "test")
-"""Default levels, in lower case, that mark rows of the test part."""
+"""Default values, in lower case, that mark rows of the test part."""
 TRAINING_LEVELS = ("0", "0.0", "false", "no", "train", "training")
 """Levels, in lower case, that mark rows of the training part."""
 TRAINING_NAME_PATTERN = re.compile(r"(?<![a-z])(is_?)?(train(ing)?|dev|derivation|learn)(?![a-z])", re.IGNORECASE)
@@ -36,7 +36,7 @@ ORDER_HINT = "write numbers, or dates as 2024-09-01, in every row. unlabelled = 
 
 
 class DesignOptions(FileSource):
-    """Options of a table that control how it is split."""
+    """Options of a table that control how the table is split."""
 
     subject: str | None = Field(
         default=None,
@@ -68,7 +68,7 @@ class DesignOptions(FileSource):
     @field_validator("test_since", mode="before")
     @classmethod
     def _as_text(cls, since: object) -> object:
-        """Return a TOML date as text."""
+        """Return a date from a TOML file as text."""
         return since.isoformat() if isinstance(since, date) else since
 
     @field_validator("strata", "test_levels", mode="before")
@@ -91,7 +91,10 @@ class DesignOptions(FileSource):
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Options that are set, including those of an agreement. The options of an agreement take precedence."""
+        """Options that are set, including those of an agreement.
+
+        The options of an agreement take precedence over other options.
+        """
         agreed = getattr(self, "agreement", None)
         values = {name: getattr(self, name) for name in DesignOptions.option_names()}
         if agreed is not None:
@@ -99,9 +102,9 @@ class DesignOptions(FileSource):
         return {name: value for name, value in values.items() if value is not None and value != ()}
 
     def absent(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return options for a new table, without columns that are not among the given names.
+        """Return options for a new table, excluding columns that are not among the given names.
 
-        Test rows are no longer marked, because they only exist in the old table.
+        Test rows are no longer marked, because they exist only in the old table.
         """
         unset: dict[str, Any] = {"test_column": None, "test_levels": (), "test_since": None}
         unset |= {role: None for role in ("subject", "order") if getattr(self, role) not in names}
@@ -114,7 +117,7 @@ class DesignOptions(FileSource):
 
 
 def check_roles(columns: Mapping[str, str | None]) -> None:
-    """Raise an error if a column has two roles.
+    """Raise an error if the same column has two roles.
 
     Raises:
         ValueError: two options name the same column.
@@ -131,9 +134,9 @@ def check_roles(columns: Mapping[str, str | None]) -> None:
 
 
 class OrderTimes(NamedTuple):
-    """Times of rows, both as numbers and as seconds since 1970.
+    """Times of the rows, both as plain numbers and as seconds since 1970.
 
-    A cell is NaN if it is not a number (or not a date, respectively).
+    A cell is NaN if it cannot be read as a number (for the seconds: as a date).
     """
 
     numbers: GrowingRows
@@ -148,7 +151,7 @@ class DesignReading:
 
     Attributes:
         columns: columns that must exist.
-        complete: columns in which no cell may be missing.
+        complete: columns in which missing cells are not allowed.
         coded: columns that are read as levels.
         strata: columns that define the strata.
         no_features: columns that are not used as features.
@@ -167,7 +170,7 @@ class DesignReading:
         self._zones = set[bool]()
 
     def add(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
-        """Add a piece of the column that orders the rows."""
+        """Add a piece of the column by which the rows are ordered."""
         if piece.column != self.order:
             return
         rooms = [cast("NDArray[np.float64]", rows.reserve(piece.start, len(missing))) for rows in self._moments]
@@ -196,11 +199,11 @@ class DesignReading:
             yield f"row {first + row}, column {self.order!r}: a number, but other rows contain dates; {ORDER_HINT}"
 
     def design(self, coded: Mapping[str, Coded], keep: Tensor) -> Design | None:
-        """Return the design for the rows ``keep [N]``. Return None if no option is set.
+        """Return the design restricted to the rows ``keep [N]``. If no option is set, return None.
 
         Raises:
-            ConfigError: a level in the column that marks test rows means neither yes nor no.
-            DataError: no row is marked as a test row, or every row is.
+            ConfigError: a level in the column that marks test rows does not mean either yes or no.
+            DataError: none or all of the rows are marked as test rows.
         """
         if not self._options:
             return None
@@ -221,20 +224,20 @@ class DesignReading:
 
     @property
     def _dates(self) -> bool:
-        """True if the order of rows is given by dates instead of numbers."""
+        """True if the order of rows is given by dates rather than numbers."""
         numbers, seconds = (cast("NDArray[np.float64]", rows.done()) for rows in self._moments)
         return bool((np.isnan(numbers) & ~np.isnan(seconds)).any())
 
     def times(self) -> Iterator[NDArray[np.float64]]:
-        """Yield the time of each row ``[N]``, which is NaN for missing cells.
+        """Yield the time ``[N]`` of each row, which is NaN for missing cells.
 
-        Nothing is yielded if rows have no times.
+        If rows have no times, no errors are yielded.
         """
         if self.order is not None:
             yield cast("NDArray[np.float64]", self._moments[self._dates].done())
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on times that are not suitable for ordering rows."""
+        """Yield notes on times that cannot be used to order rows."""
         for times in self.times():
             valid = times[~np.isnan(times)]
             first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
@@ -272,7 +275,7 @@ class DesignReading:
         """Return the levels that mark rows of the test part.
 
         Raises:
-            ConfigError: a given level does not exist, or a level means neither yes nor no.
+            ConfigError: a given level does not exist, or a level does not mean either yes or no.
         """
         named = self._options.get("test_levels", ())
         shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
@@ -294,7 +297,7 @@ class DesignReading:
 def seconds_of(cell: object) -> float | None:
     """Return the number of seconds since 1970 for a date or time, or for text that contains one in ISO 8601.
 
-    Return None for any other cell.
+    For any other cell, return None.
 
     >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
     (86400.0, 60.0, 31536000.0, None)

@@ -27,18 +27,18 @@ STATISTICS_READERS = {
 }  # fmt: skip
 """Functions of pyreadstat, keyed by file extension."""
 MAX_SHOWN_CODES = 4
-"""Maximum number of codes for missing values that a note lists."""
+"""Maximum number of missing-value codes that a note lists."""
 
 
 class LoadedTable(NamedTuple):
-    """Table that a library has read.
+    """Table that was read by a library.
 
     Attributes:
         names: names of the columns.
-        pieces: cells of the columns, in pieces.
-        coded: columns whose type defines levels.
+        pieces: cells of the columns, piece by piece.
+        coded: columns whose type defines their levels.
         notes: notes for the report.
-        first: number of the first row below the header in messages.
+        first: number of the first row below the header, for use in messages.
     """
 
     names: list[str]
@@ -79,7 +79,7 @@ class LibraryTable(TableSource):
 
 
 def library_for(place: Path, name: str) -> Any:
-    """Import and return the library that reads a file.
+    """Import the library that reads a file, and return the library.
 
     Raises:
         ConfigError: the library is not installed.
@@ -100,7 +100,7 @@ class Excel(LibraryTable):
     skip: int = Field(default=0, ge=0, description="number of rows above the header")
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Read the table in a sheet. A cell with a formula has the value that is stored in the file."""
+        """Read the table in a sheet. If a cell contains a formula, its value is the one that is stored in the file."""
         openpyxl = library_for(place, "openpyxl")
         try:
             with zipfile.ZipFile(place) as archive:
@@ -138,7 +138,7 @@ class Statistics(LibraryTable):
     """SPSS (.sav, .zsav, .por), Stata (.dta) or SAS (.sas7bdat, .xpt) file, with labels and codes for missing values.
 
     If all values of a column have labels, the labels become the levels of the column. Values that the file declares as
-    missing become missing cells, and a note states how many there are.
+    missing become missing cells, and their number is stated in a note.
     """
 
     labels: bool = Field(default=True, description="use value labels as levels")
@@ -215,7 +215,7 @@ def _missing_codes(facts: Any, name: str, cells: Sequence[Any]) -> set[Any]:
 
 
 def _note(name: str, counts: Mapping[Any, int], labels: Mapping[Any, str]) -> str:
-    """Return the note on the declared missing values of a column."""
+    """Return the note on the values that a column declares as missing."""
     shown = [
         f"{f'{code:g}' if isinstance(code, float) else code}{f' ({labels[code]})' if code in labels else ''} in {rows}"
         for code, rows in islice(counts.items(), MAX_SHOWN_CODES)
@@ -227,7 +227,10 @@ class JsonLines(LibraryTable):
     """File with one JSON object per line (.jsonl, .ndjson), plain, gz or xz."""
 
     def read_file(self, place: Path) -> LoadedTable:
-        """Read the table that consists of all lines. If a line lacks a key, the cell is missing."""
+        """Read the table that consists of all lines in the file.
+
+        If a line does not contain a key, the cell is missing.
+        """
         from pyarrow import json as arrow_json  # slow to import
 
         with open_unpacked(place) as stream:

@@ -1,4 +1,4 @@
-"""Tables in memory (pandas, Arrow and Hugging Face data sets) as columns of cells."""
+"""Tables in memory (pandas, Arrow and Hugging Face data sets), read as columns of cells."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_hub(obj: object) -> bool:
 
 
 def is_frame(obj: Any) -> bool:
-    """Return True for a pandas or Arrow table, or a Hugging Face data set whose cells are single numbers or texts."""
+    """Return True for a pandas or Arrow table, or a Hugging Face data set in which each cell is one number or text."""
     if (hasattr(obj, "columns") and hasattr(obj, "iloc")) or _is_arrow(obj):
         return True
     if is_hub(obj) and not hasattr(obj, "__len__"):
@@ -34,7 +34,7 @@ def is_frame(obj: Any) -> bool:
 
 
 def _is_arrow(obj: object) -> bool:
-    """Return True for a pyarrow table, or a table of another library that has no index and that Arrow can read."""
+    """Return True for a pyarrow table, or for a table of another library that has no index and that Arrow can read."""
     return hasattr(obj, "__arrow_c_stream__") and hasattr(obj, "columns") and not hasattr(obj, "iloc")
 
 
@@ -46,7 +46,7 @@ def _arrow(obj: object) -> Any:
 
 
 def frame_names(obj: Any) -> list[str]:
-    """Return the column names of an object that `is_frame` accepts."""
+    """Return the column names of an object for which `is_frame` returns True."""
     return [str(name) for name in (obj.column_names if hasattr(obj, "column_names") else obj.columns)]
 
 
@@ -63,7 +63,7 @@ def coded_columns(obj: Any) -> list[str]:
 
 
 def frame_cells(obj: Any) -> Iterator[Piece]:
-    """Yield the columns of an object that `is_frame` accepts. Missing cells become None."""
+    """Yield the columns of an object for which `is_frame` returns True. Missing cells become None."""
     if is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]

@@ -16,7 +16,7 @@ from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
 LONGEST_NAME = 1000
-"""Maximum number of characters in the name of a level. Longer cells are considered free text."""
+"""Maximum number of characters in the name of a level. Cells with more characters are considered free text."""
 TRUTH_WORDS = {
     **dict.fromkeys(("true", "yes", "t", "y", "1"), "true"),
     **dict.fromkeys(("false", "no", "f", "n", "0"), "false"),
@@ -25,12 +25,12 @@ TRUTH_WORDS = {
 MAX_SHOWN_GROUPS = 4
 """Maximum number of groups of levels that a sentence lists."""
 NUMBER_PATTERN = re.compile(r"(?=.{1,15}$)[-+]?[0-9]+([.,][0-9]+)?(e[-+]?[0-9]{1,2})?")
-"""Pattern of a number in any common notation. It has at most 15 characters, because double precision represents 15
-digits exactly."""
+"""Pattern of a number in any common notation. It has at most 15 characters, because every number with up to 15 digits
+can be represented in double precision."""
 
 
 def alike(counts: Mapping[str, int]) -> str:
-    """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are none.
+    """Return levels that probably mean the same, as ``'0' (3) = 'FALSE' (4)``, or "" if there are no such levels.
 
     Levels probably mean the same if they differ only in capitals, spaces or the encoding of a letter, if they are
     notations of the same number, or if they are ways to write true and false in a column without other levels.
@@ -65,11 +65,14 @@ def _plain(name: str) -> str:
 
 
 Factors = Mapping[str, float | Mapping[str, float]]
-"""Factors by which columns are multiplied, each of which is one number or one number per client."""
+"""Factors by which columns are multiplied. Each of them is one number, or one number per client."""
 
 
 def factor_of(factors: Factors, column: str) -> float:
-    """Return the factor of a whole column. It is 1 if the column has no factor, or one factor per client."""
+    """Return the factor that applies to a whole column.
+
+    The value is 1 if the column has no factor, or one factor per client.
+    """
     factor = factors.get(column, 1.0)
     return 1.0 if isinstance(factor, Mapping) else factor
 
@@ -82,12 +85,12 @@ def factors_by_client(factors: Factors, clients: Sequence[str]) -> Iterator[tupl
 
 
 def unapplied(factors: Factors, users: str | None, clients: Collection[str] | None) -> list[str]:
-    """Return a sentence for each factor of a client that applies to no row.
+    """Return a sentence for each factor of a client that does not apply to any row.
 
     Args:
-        factors: factors of the columns.
-        users: column with the client of each row.
-        clients: clients that have at least one row. None if the column does not exist.
+        factors: factors by which columns are multiplied.
+        users: name of the column that contains the client of each row.
+        clients: clients that have at least one row each. None if the column does not exist.
     """
     absent = {c: [k for k in f if k not in (clients or ())] for c, f in factors.items() if isinstance(f, Mapping)}
     if absent and clients is None:
@@ -106,7 +109,7 @@ class Codes:
         """Add the cells of further rows.
 
         Raises:
-            DataError: a cell contains free text and not the name of a level.
+            DataError: a cell contains free text instead of the name of a level.
         """
         longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
         if longest > LONGEST_NAME:
@@ -130,17 +133,17 @@ class Codes:
 
 
 class Agreed:
-    """Converter of an agreed column's cells to numbers, or to codes of its levels.
+    """Converter of the cells in an agreed column to numbers, or to codes of the column's levels.
 
     Attributes:
         column: agreed column.
-        filled: number of cells so far that will be filled, because they are missing or have an unknown level.
+        filled: number of cells read so far that will be filled, because they are missing or have an unknown level.
         unknown: unknown levels, with the number of cells for each.
 
     Args:
         column: agreed column.
-        impute: True if missing cells and unknown levels are filled instead of being reported.
-        cure: advice on reported cells.
+        impute: True if missing cells and unknown levels are to be filled instead of reported.
+        cure: advice on how to handle the reported cells.
         factor: factor by which numbers are multiplied.
     """
 
@@ -151,18 +154,20 @@ class Agreed:
 
     @property
     def shown(self) -> str:
-        """Most frequent unknown levels and the agreed levels, for messages."""
+        """Most frequent unknown levels and the agreed levels, for use in messages."""
         unknown = ", ".join(shortened(name) for name, _ in self.unknown.most_common(4))
         return f"{unknown}; agreed are {', '.join(self.column.names[:20])}"
 
     def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
-        """Return the values of the cells in a piece of the column. Missing cells and unknown levels become NaN.
+        """Return the values of the cells in a piece of the column.
+
+        Missing cells and cells with unknown levels become NaN.
 
         Args:
-            piece: cells of the column.
+            piece: consecutive cells of the column.
             missing: mask of the missing cells ``[k]``.
-            problems: collector for cells that are not numbers or codes, and for missing cells and unknown levels if
-                they are not filled.
+            problems: collector for cells that are not numbers or codes, and for missing cells and unknown levels that
+                are not filled.
         """
         column, name = self.column, self.column.name
         if not self._impute:

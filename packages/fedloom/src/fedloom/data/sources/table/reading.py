@@ -31,20 +31,20 @@ class Raw(NamedTuple):
 
 
 class TableSource(TableRoles):
-    """Roles of a table's columns: a label, and features, which are all columns without another role."""
+    """Roles of the columns in a table: a label, and features, which are all columns without another role."""
 
     @abstractmethod
     def open_file(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
-        """Open the table in the file, with dates as they are."""
+        """Open the table in the file, leaving dates as they are."""
         ...
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
-        """Open a table before its columns are assigned roles. Its cells can be read inside the block.
+        """Open a table before roles are assigned to its columns. Its cells can be read inside the block.
 
         Raises:
             DataError: the file does not exist or is not a table.
-            ConfigError: a column that is named in ``days_since`` does not exist.
+            ConfigError: a column named in ``days_since`` does not exist.
         """
         with self.open_file(data_dir) as raw:
             yield raw._replace(cells=self.convert_dates(raw.names, raw.cells, raw.problems))

@@ -12,7 +12,7 @@ from fedloom.data.tables import MISSING_MARKERS
 
 
 class TableRoles(DesignOptions):
-    """Roles of a table's columns: a label, and features, which are all columns without another role."""
+    """Roles of the columns in a table: a label, and features, which are all columns without another role."""
 
     target: str | tuple[str, ...] | None = Field(
         default=None,
@@ -100,7 +100,7 @@ class TableRoles(DesignOptions):
 
     @model_validator(mode="after")
     def _several_labels(self) -> TableRoles:
-        """Raise an error if a task with one target has several, or if a task with several labels has one target."""
+        """Raise an error if a task with one target has several, or a task with several labels has one target."""
         several = (self.task if self.agreement is None else self.agreement.task) == "multilabel"
         if not isinstance(self.target, tuple):
             if several and (self.target is not None or self.agreement is None):
@@ -130,19 +130,19 @@ class TableRoles(DesignOptions):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All texts that mark missing cells: the general ones, followed by those of this table."""
+        """All texts that mark missing cells: first the general ones, then those of this table."""
         agreed = () if self.agreement is None else self.agreement.missing
         return tuple(dict.fromkeys((*MISSING_MARKERS, *agreed, *self.missing)))
 
     @property
     def outcomes(self) -> tuple[str, ...]:
-        """Target columns, if the source or the agreement names them."""
+        """Target columns, if they are named by the source or the agreement."""
         target: str | tuple[str, ...] = self.targets.get("target", ())
         return (target,) if isinstance(target, str) else target
 
     @property
     def targets(self) -> dict[str, Any]:
-        """Names of the columns ``target`` and ``event``, as far as the source or the agreement sets them."""
+        """Names of the columns ``target`` and ``event``, if the source or the agreement sets them."""
         agreement = self.agreement
         target = self.target
         if agreement is not None and target is None:

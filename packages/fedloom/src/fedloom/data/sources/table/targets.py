@@ -1,4 +1,4 @@
-"""Messages about missing columns of a table, and about targets that do not fit their task."""
+"""Messages about missing columns in a table, and about targets that are unsuitable for their task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def absence(absent: list[str], names: list[str], *, agreed: bool) -> str:
 
 
 def unlike(label: str, levels: str) -> str:
-    """Return the message about similar levels of a label, which are given in the form of `alike`."""
+    """Return the message about similar levels of a label, which are given in the form that `alike` returns."""
     return (
         f"the label {label!r} has levels that are written differently but seem the same: {levels}. "
         "Write them in one way, or set task = 'classification' if each is a class"
@@ -39,10 +39,10 @@ def unlike(label: str, levels: str) -> str:
 
 
 def check_event(where: str, task: str, event: str | None, label: str, *, scaled: bool) -> None:
-    """Raise an error if an event lacks a time, a time lacks an event, or the target would be scaled.
+    """Raise an error if an event has no time, a time has no event, or the target would be scaled.
 
     Raises:
-        ConfigError: one of these problems occurs.
+        ConfigError: at least one of these problems occurs.
     """
     if task == "survival" and event is None:
         raise ConfigError(f"{where}: task = 'survival' needs `event`, the column with 1 for an event and 0 for none")
@@ -62,7 +62,7 @@ def check_event(where: str, task: str, event: str | None, label: str, *, scaled:
 def agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
-    """Return the codes with respect to the agreed classes, these classes, and problems of the label's levels."""
+    """Return the codes of the agreed classes, these classes, and problems with the label's levels."""
     if agreement.task not in CLASS_TASKS:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]
@@ -84,17 +84,17 @@ def agreed_classes(
 
 
 def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
-    """Return the task that follows from a label's levels, and problems of the levels.
+    """Return the task that follows from the levels of a label, and the problems that were found in these levels.
 
-    A single level is not a problem, because a trained model may be applied to such a table. It is reported, however, if
-    other problems were found (`doubtful`). Similar levels are accepted as different classes only if the task is set to
-    classification.
+    A single level is not considered a problem, because a trained model may be applied to such a table. However, it is
+    reported if there are other problems (`doubtful`). Similar levels are accepted as different classes only if the task
+    is explicitly set to classification.
 
     Args:
-        task_wanted: task that the source sets.
+        task_wanted: task that the source specifies.
         label: name of the label column.
         counts: number of rows for each level.
-        doubtful: True if other problems were found in the table.
+        doubtful: True if the table has other problems as well.
     """
     wrong, levels = list[str](), tuple(counts)
     if doubtful and len(levels) == 1:

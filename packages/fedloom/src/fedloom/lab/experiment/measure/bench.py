@@ -1,4 +1,4 @@
-"""Measure an experiment's speed on this machine, for every method, oracle and number of workers."""
+"""Measure an experiment's speed on this machine for every method, every oracle and every number of workers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ START_TIMEOUT_SECONDS = 60.0
 """Time in seconds that a process waits for the other processes before a round."""
 
 CROWD_SIZE, CROWD_BYTES = 200_000, 1 << 30
-"""Number of clients in the federation on which the cost per client is measured, and maximum size of their rows in
-bytes."""
+"""Number of clients in the federation with which the cost per client is measured, and maximum bytes of their rows."""
 
 
 class Way(NamedTuple):
-    """A way to compute gradients (an oracle) and a number of workers.
+    """A way to compute gradients (an oracle) together with a number of workers.
 
-    ``picked`` is True if the experiment itself would use them.
+    ``picked`` is True if the experiment itself would use this combination.
     """
 
     oracle: str
@@ -47,11 +46,11 @@ class Way(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Measured speed of a method with an oracle and a number of workers.
+    """Measured speed of a method for an oracle and a number of workers.
 
     Attributes:
         seconds: median time per round in seconds, without the first round.
-        samples: number of samples per second whose gradients were computed, without the first round.
+        samples: number of sample gradients computed per second, excluding the first round.
         other_cores: number of cores that other processes used during the measurement.
     """
 
@@ -73,15 +72,15 @@ class Bench:
     Args:
         experiment: experiment to measure.
         data_dir: folder of data sets.
-        rounds: number of rounds to measure. One additional round is run first and is not measured.
+        rounds: number of rounds to measure. One additional round is run first, and it is not measured.
         oracles: names of the oracles to measure in addition to the one that the experiment would use. If no oracles are
             named, all oracles that support the model are measured.
-        workers: numbers of workers to measure in addition to the number that the experiment would use, or ``auto``. If
-            no numbers are given, one worker and one worker per core are measured.
+        workers: numbers of workers to measure in addition to the one that the experiment would use, or ``auto``. If no
+            numbers are given, one worker and one worker per core are measured.
 
     Raises:
         DataError: the data cannot be read.
-        ConfigError: the experiment is invalid, or a named oracle does not support the model (Refused).
+        ConfigError: the experiment is invalid, or one of the named oracles does not support the model (Refused).
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class Bench:
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
-        """Measure each method in each way, and yield the speeds.
+        """Measure each method in each of the ways, and yield the speeds.
 
-        Before each measurement, wait up to ``patience`` seconds until the machine is quiet.
+        Before each measurement, wait for up to ``patience`` seconds until the machine is idle.
         """
         gc.collect()
         gc.freeze()  # what is there by now is not visited again before every row
@@ -159,7 +158,7 @@ class Bench:
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     """Measure the cost constants of a setting with one worker, in this process.
 
-    One additional round is run first and is not measured.
+    One additional round is run first, and it is not measured.
     """
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)
@@ -183,7 +182,7 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
 
 
 def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
-    """Return the time of local work per client in seconds while every core computes the same rounds at once.
+    """Return the time in seconds of local work per client while every core computes the same rounds at once.
 
     In each round, the time of the slowest process is used.
     """
@@ -204,7 +203,9 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 def _measured_rounds(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
-    """Measure several rounds. Return the time of each round spent outside chunks, and the measurements of its workers.
+    """Measure several rounds.
+
+    Return the time of each round that was spent outside chunks, and the measurements of the workers.
 
     The first round is not included, and ``before`` is called at the start of every round.
     """
@@ -226,7 +227,7 @@ def _seconds(cost: RoundCost) -> float:
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
     """Return the time in seconds that each client of a federation adds to a round, even outside the cohort.
 
-    This time is the slope between two federations of different sizes whose clients have one sample each.
+    This time is the slope between two federations of different sizes in which each client has one sample.
     """
     many = min(CROWD_SIZE, CROWD_BYTES // max(1, row))
     setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
@@ -239,7 +240,7 @@ def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row
 
 
 def _crowd(fed: Federation, n: int) -> Federation:
-    """Return ``n`` clients with one training sample each, which are taken from all training samples in turn."""
+    """Return ``n`` clients with one training sample each. The samples are taken from all training samples in turn."""
     index = fed.parts["train"].index
     train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
     none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
@@ -263,7 +264,7 @@ def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
 
 
 def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
-    """Return the estimated time of all runs of a plan in minutes, given the cost of one run of each method.
+    """Estimate the time in minutes of all runs of a plan, given the cost of one run of each method.
 
     The result is None if the time per round of any method is unknown.
     """

@@ -1,4 +1,4 @@
-"""Measure the cost of a run: the time, gradients and bytes of rounds that are run in memory.
+"""Measure the cost of a run: the time, gradients and bytes of a few rounds that are run in memory.
 
 Every estimate is based on a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the equal compute budgets of
 `fedloom tune`, and the estimates of the studies.
@@ -33,7 +33,7 @@ class RoundCost(NamedTuple):
     """Cost of one round, summed over its clients.
 
     Attributes:
-        seconds: duration of the round in seconds. None if too few rounds were run to measure it.
+        seconds: duration of the round in seconds. None if too few rounds were run for a measurement.
         clients: number of clients that uploaded a message.
         steps: number of local steps.
         samples: number of samples whose gradients are computed.
@@ -86,7 +86,7 @@ class Round:
         return int(self.state.totals[CLIENT_COUNTS.index("samples_backward")])
 
     def personal_samples(self) -> int:
-        """Return the number of samples whose gradients are needed to train the personal models after this round."""
+        """Return the number of sample gradients that are needed to train the personal models after this round."""
         cost = scores_of(self.job, self.clients, self.state).get(WORK_KEY, {})
         if not cost:
             return 0
@@ -122,7 +122,7 @@ class RunCost(NamedTuple):
         rounds: number of rounds of the run.
         round: cost of a round, including a proportional share of the evaluation.
         parameters: number of parameters of the model.
-        other: cost of the run outside its rounds.
+        other: cost of the run that is not part of any round.
     """
 
     rounds: int
@@ -135,7 +135,7 @@ class RunCost(NamedTuple):
         """Estimated duration of the run in seconds.
 
         The time for clustering the clients is estimated from its share of the gradients. None if too few rounds were
-        run to estimate it.
+        run for an estimate.
         """
         if self.round.seconds is None:
             return None
@@ -149,18 +149,18 @@ def play(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Generator[Round]:
-    """Run a setting in memory, without evaluation, and yield a round each time the caller asks for one.
+    """Run a setting in memory, without evaluation. Each time the caller asks for a round, yield one.
 
     Args:
         setting: setting of the run.
         fed: the clients and their data.
         clock: function that returns the time in seconds.
         through: function that is called with the workers before every round. The function returns the workers that
-            compute the round. The returned workers may wrap the given ones.
+            compute the round. The returned workers may wrap the workers that were passed.
 
     Raises:
-        ConfigError: a value is invalid, or values do not work together (Refused).
-        RunStopped: too few uploads of a round were usable, or the run diverged.
+        ConfigError: a value is invalid, or values are incompatible (Refused).
+        RunStopped: too few of a round's uploads were usable, or the run diverged.
         ClientError: the code of the method failed.
     """
     job, server = make_job(setting, fed)
@@ -179,7 +179,7 @@ def measure_rounds(
     clock: Callable[[], float] = time.perf_counter,
     through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
-    """Run the first ``count`` >= 1 rounds of a setting in memory and return their costs (see `play`).
+    """Run the first ``count`` >= 1 rounds of a setting in memory, and return their costs (see `play`).
 
     Returns:
         The cost of each round, the oracle, and the number of workers.
@@ -194,7 +194,7 @@ def measure_rounds(
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:
-    """Return the number of samples whose gradients the first round computes, summed over its cohort."""
+    """Return the number of sample gradients that the first round computes, summed over its cohort."""
     return round(measure_rounds(setting, fed).rounds[0].samples)
 
 

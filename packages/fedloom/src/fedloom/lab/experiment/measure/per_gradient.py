@@ -1,4 +1,4 @@
-"""Measure the cost of a gradient for each method, relative to FedAvg in the same run, at clients and at the server."""
+"""Measure the cost of a gradient at clients and at the server for each method, relative to FedAvg in the same run."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 PAIR_COUNT = 5
-"""Number of measured pairs per method. A pair is one block of rounds of FedAvg and one block of rounds of the
+"""Number of measured pairs per method. A pair consists of one block of rounds of FedAvg and one block of rounds of the
 method."""
 
 
 class GradientCost(NamedTuple):
-    """Processor time of a method per gradient of a sample, without the first round and without evaluation.
+    """Processor time of a method per sample gradient, excluding the first round and evaluation.
 
     Attributes:
         method: label of the method.
         seconds: processor time in seconds per gradient.
         clients: time spent at the clients, in units of FedAvg's time per gradient.
-        server: all other time (the server's step, messages, and the stored rows of the clients), in the same units.
-        forward: number of samples that are only passed forward, per gradient.
-        oracle: name of the oracle that computed the gradients. PyTorch computes terms that the compiled kernels do not
-            support.
-        reason: reason why the measurements are missing. The reason is empty if the measurements exist.
+        server: all other time (for the server's step, messages, and the stored rows of the clients), in the same units.
+        forward: number of samples per gradient that are used only in forward passes.
+        oracle: name of the oracle that computed the gradients. PyTorch is used for terms that the compiled kernels do
+            not support.
+        reason: reason why the measurements are missing. If the measurements exist, the reason is empty.
     """
 
     method: str
@@ -56,13 +56,13 @@ class GradientCost(NamedTuple):
 
 @dataclass
 class TimedWorkers:
-    """Workers of this process, with a measurement of their processor time."""
+    """Workers of this process, including a measurement of their processor time."""
 
     workers: Workers
     seconds: float = field(default=0.0, init=False)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Compute tasks as `fedloom.processes.pool.Workers.map` does, and add the processor time."""
+        """Compute tasks in the same way as `fedloom.processes.pool.Workers.map`, and add their processor time."""
         results = iter(self.workers.map(handler, shared, tasks))
         while True:
             start = time.process_time()
@@ -75,12 +75,12 @@ class TimedWorkers:
             yield result
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Call a function as `fedloom.processes.pool.Workers.call_once` does."""
+        """Call a function in the same way as `fedloom.processes.pool.Workers.call_once`."""
         return self.workers.call_once(ids, call)
 
 
 class _Block(NamedTuple):
-    """Mean cost per gradient over several rounds: seconds at clients and elsewhere, and samples passed forward."""
+    """Mean cost per gradient over several rounds: seconds at clients and elsewhere, and samples in forward passes."""
 
     clients: float
     server: float
@@ -101,12 +101,12 @@ def measure_per_gradient(
     Args:
         settings: labels and settings of the methods.
         fed: the clients and their data.
-        fedavg: setting of FedAvg, against which all methods are compared.
+        fedavg: setting of FedAvg, with which all methods are compared.
         rounds: number of measured rounds per block, after one round that is not measured.
 
     Returns:
-        A row for each method, from the pair of blocks with the median ratio. The two blocks of a pair are measured one
-        after the other, so a slow phase of the machine affects both.
+        One row per method, from the pair of blocks with the median ratio. The two blocks of a pair are measured
+        directly one after the other, so that a slow phase of the machine affects both.
     """
     pairs: dict[str, list[tuple[_Block, _Block]]] = {label: [] for label, _ in settings}
     reasons = dict[str, str]()
@@ -137,9 +137,9 @@ def measure_per_gradient(
 
 
 def _measure_block(setting: Setting, fed: Federation, rounds: int) -> _Block | None:
-    """Run one round without measuring it, then measure further rounds, and return their mean cost per gradient.
+    """Run one round without measuring it, then measure several more rounds, and return their mean cost per gradient.
 
-    The result is None if these rounds compute no gradient.
+    The result is None if these rounds do not compute any gradients.
     """
     timed: list[TimedWorkers] = []
 

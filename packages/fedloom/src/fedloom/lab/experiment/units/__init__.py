@@ -1,1 +1,1 @@
-"""Units of work in an experiment: how many run in parallel, and how processes and machines divide them."""
+"""Units of work in an experiment: how many run in parallel, and how they are divided among processes and machines."""

@@ -1,4 +1,4 @@
-"""State of a run directory before its runs start, and the experiment that it belongs to."""
+"""State of a run directory before its runs start, and the experiment to which the directory belongs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from fedloom.storage.files import is_unused, refuse_links
 
 
 class ExperimentDirectory:
-    """Run directory of an experiment, in the state that the last process left.
+    """Run directory of an experiment, as the last process left it.
 
     Args:
         experiment: experiment to which the directory belongs.
         out: path of the directory.
-        force: True if `prepare` is to discard the existing results.
-        partly: True to discard only the results of the methods in this experiment. The directory must belong to this
-            experiment.
+        force: True if `prepare` is to discard existing results.
+        partly: True to discard only the results of the methods in this experiment. The directory must already belong to
+            this experiment.
     """
 
     def __init__(self, experiment: Experiment, out: Path, *, force: bool, partly: bool) -> None:
@@ -52,15 +52,15 @@ class ExperimentDirectory:
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
 
     def folder(self, kind: str, method: Method, seed: int) -> Path:
-        """Return the folder with a run's checkpoints or models."""
+        """Return the folder that contains a run's checkpoints or models."""
         return run_folder(self.out, kind, method.label, seed)
 
     def check(self, *, joins: bool = False) -> None:
         """Raise an error if the directory is not a run directory, or belongs to a different experiment.
 
-        The methods and seeds of the directory may differ from those of this experiment.
+        The methods and seeds in the directory may differ from those of this experiment.
 
-        If other processes are working on the directory (``joins``), methods and seeds must be equal.
+        If other processes are working in the directory (``joins``), the methods and seeds must be the same.
 
         Raises:
             RunDirError: the directory cannot be used. The message states the reason.
@@ -113,7 +113,7 @@ class ExperimentDirectory:
     def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
         """Prepare the directory for the runs of this experiment.
 
-        With ``claims``, unfinished runs are released so that any process can claim them.
+        If ``claims`` is set, unfinished runs are released so that any process can claim them.
 
         Raises:
             RunDirError: the directory belongs to a different experiment, or its runs cannot be continued for more
@@ -156,9 +156,9 @@ class ExperimentDirectory:
                 (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
 
     def _adopt(self, claims: Claims) -> None:
-        """Take over the results of processes that joined the experiment and have ended.
+        """Take over the results of processes that joined the experiment and have since ended.
 
-        Raise an error if one of these processes may still be working.
+        Raise an error if at least one of these processes may still be working.
         """
         claims.check_ended()
         for method, seed in self.runs:
@@ -168,9 +168,9 @@ class ExperimentDirectory:
         claims.forget()
 
     def _clear(self) -> None:
-        """Delete the results that are to be discarded.
+        """Delete the results that are no longer wanted.
 
-        ``experiment.toml`` is not deleted but replaced later, so that the folder remains recognizable as a run
+        ``experiment.toml`` is not deleted now but replaced later, so that the folder remains recognizable as a run
         directory.
         """
         self.force = False

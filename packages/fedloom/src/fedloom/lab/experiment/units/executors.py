@@ -15,7 +15,7 @@ from fedloom.lab.experiment.units.travel import Luggage, UnitReply, compute_unit
 LOOK_SECONDS = 0.05
 """Time in seconds between two checks whether calls have ended."""
 MAX_TRIES = 3
-"""Maximum number of times that a unit is submitted if its workers die."""
+"""Maximum number of times that a unit is submitted if workers die while they compute it."""
 
 
 class Future(Protocol):
@@ -74,13 +74,13 @@ EXECUTOR_KINDS: Mapping[str, Callable[[str], Any]] = {
 
 
 def open_executor(name: str) -> Executor:
-    """Open the executor that a text describes and return it.
+    """Open the executor that a text describes, and return it.
 
     Args:
         name: ``processes:N``, ``loky:N``, ``dask:ADDRESS``, or ``slurm:KEY=VALUE,...`` with submitit's parameters.
 
     Raises:
-        ConfigError: the name is unknown, or the library is not installed.
+        ConfigError: the name is unknown, or the library that it needs is not installed.
     """
     kind, _, text = name.partition(":")
     if kind not in EXECUTOR_KINDS:
@@ -89,10 +89,10 @@ def open_executor(name: str) -> Executor:
 
 
 def check_executor(executor: object) -> None:
-    """Raise an error if an object has no method to submit calls.
+    """Raise an error if an object has no method for submitting calls.
 
     Raises:
-        ConfigError: it has no method ``submit``. The message explains what an executor is.
+        ConfigError: the object has no method ``submit``. The message explains what an executor is.
     """
     if not callable(getattr(executor, "submit", None)):
         raise ConfigError(
@@ -113,14 +113,14 @@ def compute_units(
     Args:
         executor: engine that computes the units.
         luggage: the packed experiment.
-        units: text that identifies each unit.
-        interrupted: function that is called repeatedly to check whether the user has stopped the work. No more replies
-            are collected after it has returned True.
+        units: a text for each unit that identifies it.
+        interrupted: function that is called repeatedly to check whether the user has stopped the work. After it has
+            returned True, no more replies are collected.
         compute: function that the executor calls with (text of the experiment, unit[, data]). The function returns the
             bytes of a `UnitReply`. The function must be public.
 
     Yields:
-        The index of each unit and its reply, in the order in which the units end.
+        Yield the index of each unit together with its reply, in the order in which the units end.
 
     Raises:
         FedloomError: a unit failed, or the executor lost a unit `MAX_TRIES` times.
@@ -156,13 +156,16 @@ def compute_units(
 
 
 class _Wanting:
-    """Record of the workers that lack the data. As many units are sent with the data as there are such workers."""
+    """Record of the workers that do not have the data.
+
+    The number of units that are sent with the data equals the number of such workers.
+    """
 
     def __init__(self) -> None:
         self._lacking, self._having, self._under_way = set[str](), set[str](), 0
 
     def sends(self, worker: str) -> bool:
-        """Return True if the next unit must be sent together with the data, because its worker lacks them."""
+        """Return True if the next unit must be sent together with the data, because its worker does not have them."""
         self._lacking.add(worker)
         self._lacking -= self._having
         sends = self._under_way < len(self._lacking)
@@ -170,7 +173,7 @@ class _Wanting:
         return sends
 
     def got(self, worker: str) -> None:
-        """Record that a unit sent with the data has come back from a worker, or was lost."""
+        """Record that a worker returned a unit that was sent with its data, or that the unit was lost."""
         self._having.add(worker)
         self._lacking -= self._having
         self._under_way -= 1
@@ -206,7 +209,7 @@ def _number(text: str, kind: str) -> int:
 
 
 def _options(text: str) -> dict[str, int | str]:
-    """Return options of the form ``key=value,key=value`` as a dictionary, with integers converted."""
+    """Return options of the form ``key=value,key=value`` as a dictionary in which integers are converted."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     if wrong := [key for key, sign, _ in pairs if not sign]:
         raise ConfigError(f"--executor slurm needs KEY=VALUE,..., for example slurm:timeout_min=60, got {wrong[0]!r}")

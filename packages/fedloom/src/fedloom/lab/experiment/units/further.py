@@ -22,11 +22,11 @@ from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, run_folder
 from fedloom.storage.files import make_folder
 
 ROWS_FILE = "rows.parquet"
-"""File that holds the rows that one unit adds to an analysis's table."""
+"""File that contains the rows that one unit adds to the table of an analysis."""
 
 
 class Further(NamedTuple):
-    """Additional run for an analysis, the run (label and seed) that it belongs to, and its index within that run."""
+    """Additional run for an analysis, the run (label and seed) to which it belongs, and its index within that run."""
 
     analysis: Analysis
     label: str
@@ -36,7 +36,7 @@ class Further(NamedTuple):
 
 
 class FurtherRuns:
-    """Additional runs of an experiment that are still missing.
+    """Additional runs of an experiment that have not been performed yet.
 
     Args:
         experiment: experiment with its analyses.
@@ -47,7 +47,7 @@ class FurtherRuns:
         train: function that performs a run, such as `simulate`.
 
     Attributes:
-        units: additional runs that are still missing. Those of the same analysis and the same run are adjacent.
+        units: additional runs that are still missing. Units of the same analysis and the same run are adjacent.
         methods: index of each unit's method in the experiment.
     """
 
@@ -74,21 +74,21 @@ class FurtherRuns:
                 self.methods += [experiment.methods.index(method)] * len(needed)
 
     def measure(self, k: int, workers: int) -> pa.Table | None:
-        """Perform the run of a unit with the given number of processes and return the rows that it adds.
+        """Perform the run of a unit with the given number of processes, and return the rows that the run adds.
 
-        The result is None if the user stopped the run.
+        If the user stopped the run, the result is None.
         """
         run = self.units[k].run
         result = self._train(run.setting.with_(engine=run.setting.engine.with_(workers=workers)), run.fed)
         return None if result.stop is Stop.INTERRUPTED else run.measure(result)
 
     def keep(self, k: int, rows: pa.Table, folder: Path) -> None:
-        """Write the rows of a unit to a folder of their own."""
+        """Write the rows of a unit to a separate folder."""
         make_folder(folder)
         write_parquet(folder / ROWS_FILE, [rows])
 
     def place(self, k: int) -> WorkUnit:
-        """Return a unit as a unit of work, with the path at which its rows are published."""
+        """Return a unit of the analysis as a unit of work, with the path at which its rows are published."""
         _, label, seed, number, _ = self.units[k]
         place = self._analyses.index(self.units[k].analysis)
         name = f"{run_folder(self._out, CHECKPOINTS_FOLDER, label, seed).name}@{place}-{number}"
@@ -108,5 +108,5 @@ class FurtherRuns:
             write_further(self._out, analysis, tables, before)
 
     def write_published(self) -> None:
-        """Write the files of all analyses from the rows that the processes have published."""
+        """Write the files of all analyses, based on the rows that the processes have published."""
         self.write([pq.read_table(self.place(k).target / ROWS_FILE) for k in range(len(self.units))])

@@ -1,4 +1,4 @@
-"""Grid: replace each method of an experiment file by one method per combination of values in its table [grid]."""
+"""Grid: replace each method of an experiment file by one method per combination of the values in its table [grid]."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return a document in which each method is replaced by one method per combination of the values in ``[grid]``.
 
     Keys have the same form as for ``--set``: an option of methods, such as ``lam``, or a key of a table that a method
-    may define, such as ``local.lr``. A key that starts with ``method.LABEL.`` applies to one method only. A method that
-    does not have the option stays unchanged.
+    may define, such as ``local.lr``. A key that starts with ``method.LABEL.`` applies only to the method with this
+    label. If a method does not have the option, the method remains unchanged.
 
     Args:
         document: content of an experiment file.
         where: name of the file, for error messages.
 
     Raises:
-        ConfigError: no method accepts a key, a key applies to the whole experiment and not to single methods, or the
-            values are not a list.
+        ConfigError: no method accepts a key, a key applies to the whole experiment and not to individual methods, or
+            the values are not a list.
     """
     changed = {key: value for key, value in document.items() if key != "grid"}
     methods = document.get("method")
@@ -79,7 +79,7 @@ def _options(entry: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
-    """Raise an error if no method accepts values for a key."""
+    """Raise an error if there is a key for which no method accepts values."""
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:
@@ -100,7 +100,7 @@ def _check(key: str, names: Mapping[str, list[str]], where: str) -> None:
 def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
     """Return the values that apply to a method, keyed by option.
 
-    Values given for this method replace the values for all methods.
+    Values given for this method replace values given for all methods.
     """
     shared = {
         key: values for key, values in dimensions.items() if key.partition(".")[0] in (*Setting.per_method, *names)

@@ -37,12 +37,12 @@ class WorkUnit(NamedTuple):
 
 ClaimedUnit = tuple[int, WorkUnit, UnitClaim]
 Work = Callable[[int, UnitClaim], str | None]
-"""Function that computes a unit, given (number of the unit, claim). The function returns the reason why the unit has no
-result, or None once its state is complete. If the user interrupts it, it raises an error."""
+"""Function that computes a unit and has the arguments (number of the unit, claim). The function returns the reason why
+the unit has no result, or None once its state is complete. If the user interrupts this function, it raises an error."""
 
 
 class JoinedWork:
-    """Work that processes share in a run directory, from the first process that joins to the last.
+    """Work that is shared by processes in a run directory, from the first process that joins to the last.
 
     Args:
         out: the run directory.
@@ -57,11 +57,11 @@ class JoinedWork:
 
     @property
     def is_begun(self) -> bool:
-        """True if some process has already prepared the directory."""
+        """True if another process has already prepared the directory."""
         return self._read_token() is not None
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Prepare the directory unless another process does so, and wait until it is ready."""
+        """Prepare the directory, unless another process is preparing it, and wait until it is ready."""
         with interruptible() as interrupted:
             while (token := self._read_token()) is None:
                 claim = self.claims.take(BEGIN_STAGE)
@@ -76,12 +76,12 @@ class JoinedWork:
             self._token = token
 
     def work(self, units: Sequence[WorkUnit], do: Work, share: Share) -> None:
-        """Compute units until every unit has a result or a failure, from this or another process.
+        """Compute units until every unit has been completed or has failed, in this or another process.
 
         Args:
-            units: all units of the work.
+            units: all units of work.
             do: function that computes a unit.
-            share: number of units that this process computes simultaneously, and number of processes per unit.
+            share: number of units that this process computes at the same time, and number of processes per unit.
         """
 
         def handle(_shared: None, _k: int) -> bool:
@@ -98,7 +98,7 @@ class JoinedWork:
             )
 
     def finish(self, write: Callable[[], object]) -> None:
-        """Write the final files unless another process writes them, and wait until they have been written."""
+        """Write the final files, unless another process is writing them, and wait until they have been written."""
         with interruptible() as interrupted:
             while self._is_on():
                 claim = self._take(FINISH_STAGE)
@@ -115,14 +115,14 @@ class JoinedWork:
     def failure(self, unit: WorkUnit) -> str | None:
         """Return the reason why a unit has no result.
 
-        The result is None if the unit has a result, or has not been computed yet.
+        The result is None if the unit already has a result, or if it has not been computed yet.
         """
         with suppress(OSError):
             return self._failed(unit).read_text(encoding="utf-8")
         return None
 
     def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
-        """Compute units until none is left to do, and return True. Return False if the user stopped the work."""
+        """Compute units until no unit remains, and return True. Return False if the user stopped the work."""
         open_units = [*enumerate(units)]
         while self._is_on():
             open_units = [(k, unit) for k, unit in open_units if not self._is_done(unit)]
@@ -140,7 +140,7 @@ class JoinedWork:
     def _next(self, units: Sequence[tuple[int, WorkUnit]], interrupted: Callable[[], bool]) -> ClaimedUnit | None:
         """Claim and return the first unclaimed unit.
 
-        Return None if every unit is claimed or the user stopped the work.
+        Return None if all units are claimed or the user stopped the work.
         """
         for k, unit in units:
             if not interrupted() and (claim := self._take(unit.name)) is not None:
@@ -150,7 +150,7 @@ class JoinedWork:
     def _finishes(self, k: int, unit: WorkUnit, claim: UnitClaim, do: Work) -> bool:
         """Compute a claimed unit and return True if it was completed.
 
-        The result is False if the user stopped the work.
+        If the user stopped the work, the result is False.
         """
         try:
             if not self._is_done(unit):

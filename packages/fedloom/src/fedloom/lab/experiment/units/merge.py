@@ -38,11 +38,11 @@ from fedloom.storage.files import is_unused, make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 FREE_KEYS_PATTERN = "|".join(["name", "seeds", *(rf"engine\.{key}" for key in Engine.free)])
-"""Pattern of the settings that may differ between the directories. The methods may differ as well."""
+"""Pattern of the settings that may differ between the directories. The methods may also differ."""
 
 
 def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
-    """Merge run directories of the same experiment into a new directory, and return the runs that are missing.
+    """Merge run directories of the same experiment into a new directory, and return the runs that are still missing.
 
     Args:
         folders: paths of two or more run directories. If several directories contain the same run, it is taken from the
@@ -50,11 +50,11 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
         out: path of the new run directory.
 
     Returns:
-        The label and seed of each run of the merged experiment that no directory contains. The new directory lacks
-        these runs.
+        The label and seed of each run of the merged experiment that is missing from all directories. The new directory
+        does not contain these runs.
 
     Raises:
-        RunDirError: a folder is named twice or is not a finished run directory, the experiments differ, the metrics of
+        RunDirError: a folder is given twice or is not a finished run directory, the experiments differ, the metrics of
             a run differ between directories, or ``out`` is in use.
     """
     if not is_unused(out):
@@ -98,7 +98,7 @@ def merge(folders: Sequence[Path], out: Path) -> list[tuple[str, int]]:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    """Read the settings of a finished run directory and return them.
+    """Read the settings of a finished run directory, and return them.
 
     Raises:
         RunDirError: the run has not finished, or the folder is not a run directory.
@@ -135,7 +135,7 @@ def _check_equal(folders: Sequence[Path], summaries: Mapping[Path, Summary]) -> 
 def _tables(
     name: str, folders: Sequence[Path], runs: Sequence[tuple[tuple[str, int], Path]], seeds: Sequence[int]
 ) -> list[pa.Table]:
-    """Return the rows of a file in the order of the runs, or for a table of clients, in the order of the seeds."""
+    """Return the rows of a file in the order of the runs or, for a table of clients, in the order of the seeds."""
     tables = {folder: _read(folder / name) for folder in folders if (folder / name).exists()}
     if not tables:
         return []
@@ -157,14 +157,17 @@ def _tables(
 
 
 def _read(path: Path) -> pa.Table:
-    """Return a table with the types that it had when it was written. Parquet files rename the elements of lists."""
+    """Return a table in which columns have the types with which they were written.
+
+    Parquet files change the names of list elements.
+    """
     table = pq.read_table(path)
     fields = [f.with_type(pa.list_(f.type.value_type)) if pa.types.is_list(f.type) else f for f in table.schema]
     return table.cast(pa.schema(fields))
 
 
 def _ordered(warnings: Sequence[str], runs: Sequence[tuple[str, int]], seeds: Sequence[int]) -> tuple[str, ...]:
-    """Return warnings in the order of a single experiment: data by seed, then single runs, then all others."""
+    """Return warnings in the order of a single experiment: data by seed, then individual runs, then all others."""
     heads = [*(f"data, seed {seed}: " for seed in seeds), *(f"{label}, seed {seed}: " for label, seed in runs)]
 
     def place(sentence: str) -> int:

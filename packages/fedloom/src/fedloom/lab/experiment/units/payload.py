@@ -1,6 +1,6 @@
-"""Payloads: in-memory data encoded as bytes for another machine.
+"""Payloads: in-memory data that are encoded as bytes so that they can be sent to another machine.
 
-Tensors are stored as safetensors, and the rest as JSON, never as code.
+Tensors are stored as safetensors, and everything else is stored as JSON, never as code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KIND_KEY, FORM_KEY = "kind of value", "form"
 
 
 def encode(value: object) -> bytes:
-    """Encode a data set or a federation as bytes. Equal values give equal bytes.
+    """Encode a data set or a federation as bytes. Equal values result in equal bytes.
 
     Raises:
         ConfigError: some part of the value cannot be encoded.
@@ -40,7 +40,7 @@ def decode(content: bytes) -> Any:
 
 
 def _form(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value as JSON with names in place of tensors, and store the tensors by these names in ``tensors``."""
+    """Return a value as JSON in which names replace tensors, and store the tensors under these names in ``tensors``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -20,20 +20,20 @@ from fedloom.processes.costs import MeasuredWorkers
 from fedloom.processes.pool import Workers, cores, useful
 
 TRIED_CLIENTS = 8
-"""Number of clients in each of the two rounds that are run to measure the cost of a run."""
+"""Number of clients in each of the two rounds by which the cost of a run is measured."""
 SYNCHRONY_COST = 1.1
-"""Factor by which a run with several processes takes longer than with a perfect split. The processes wait for each
-other in every round."""
+"""Factor by which a run with several processes takes longer than if its work were divided perfectly. The processes wait
+for each other at the end of every round."""
 
 
 class Load(NamedTuple):
     """Estimated cost of a run.
 
     Attributes:
-        alone: time in seconds of the work that is not divided into chunks. This time does not depend on the number of
-            processes.
-        work: time in seconds of the local work, which is divided into chunks.
-        chunks: number of chunks that a cohort is divided into. Processes beyond this number would be idle.
+        alone: time in seconds of the work that cannot be divided into chunks. This time does not depend on the number
+            of processes.
+        work: time in seconds of the local work that can be divided into chunks.
+        chunks: number of chunks into which a cohort is divided. Any processes beyond this number would be idle.
     """
 
     alone: float
@@ -41,7 +41,7 @@ class Load(NamedTuple):
     chunks: int
 
     def seconds(self, workers: int) -> float:
-        """Return the duration of the run in seconds with the given number of processes."""
+        """Return the duration of the run in seconds if the given number of processes is used."""
         if workers == 1:
             return self.alone + self.work
         turns = math.ceil(self.chunks / min(workers, self.chunks))
@@ -56,7 +56,9 @@ class Share(NamedTuple):
 
 
 def choose_share(loads: Sequence[Load], processes: int, most: int | None = None) -> Share:
-    """Return the share with which a queue of runs ends first. In case of a tie, return the one with the most runs.
+    """Return the share with which a queue of runs ends first.
+
+    In case of a tie, return the one with the largest number of runs.
 
     Args:
         loads: costs of the runs, in the order in which the runs start.
@@ -71,7 +73,7 @@ def choose_share(loads: Sequence[Load], processes: int, most: int | None = None)
 
 
 def _end(seconds: Sequence[float], places: int) -> float:
-    """Return the time at which the last run ends if each run starts as soon as a slot is free."""
+    """Return the time at which the last run ends if each run starts as soon as a slot becomes free."""
     free = [0.0] * places
     for each in seconds:
         heapq.heapreplace(free, free[0] + each)
@@ -89,11 +91,11 @@ def decide_share(
     Args:
         experiment: experiment to run, with the requested number of processes in ``engine.workers``.
         federations: federations, keyed by seed.
-        units: index of the method of every remaining run. None: all methods with all seeds.
+        units: index of the method of every remaining run. If None, all methods are run with all seeds.
 
     Returns:
         Number of simultaneous runs, and number of processes per run. On an accelerator, runs are computed one at a time
-        with all processes, because forked processes cannot share it.
+        with all processes, because forked processes cannot share the accelerator.
     """
     engine, fed = experiment.common.engine, next(iter(federations.values()))
     wanted = cores() if engine.workers == "auto" else engine.workers
@@ -120,7 +122,7 @@ def _shape(setting: Setting, fed: Federation) -> tuple[int, int]:
 
 
 def _load(setting: Setting, fed: Federation, chunks: int) -> Load:
-    """Estimate the cost of a run from its second round. Return a nominal cost if that round cannot be run."""
+    """Estimate the cost of a run from its second round. If this round cannot be run, a nominal cost is returned."""
     by_round: list[MeasuredWorkers] = []
 
     def record_workers(workers: Workers) -> Workers:

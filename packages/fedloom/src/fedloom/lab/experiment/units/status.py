@@ -1,4 +1,4 @@
-"""Status: which process works on which run of a directory, its progress, and its failures."""
+"""Status: which process is working on which run in a directory, its progress, and its failures."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ from fedloom.lab.experiment.units.payload import decode, encode
 from fedloom.local.oracles.precision import undisturbed
 
 MEMORY_SOURCE = "memory"
-"""Source name that marks data in memory, which have no file."""
+"""Name of a source that stands for in-memory data, which have no file."""
 PLACEHOLDER_TABLES = {"data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 1}}
-"""Placeholder that replaces in-memory data in the text of an experiment."""
+"""Placeholder for in-memory data in the text of an experiment."""
 _UNIT_LOCK = threading.Lock()
 """Lock that makes a process compute its units one at a time, because torch's settings apply to the whole process."""
 _held = dict[str, bytes]()
@@ -46,8 +46,8 @@ class Luggage(NamedTuple):
 
     Attributes:
         text: the experiment as a TOML document.
-        data: the clients or the data set, encoded as bytes. None: each worker reads the data from the source that the
-            experiment names.
+        data: the clients or the data set, encoded as bytes. If None, each worker reads the data from the source that
+            the experiment names.
     """
 
     text: str
@@ -59,9 +59,9 @@ class UnitReply(NamedTuple):
 
     Attributes:
         files: contents of the files in the run's checkpoint, keyed by file name.
-        failure: reason why the run has no result. The reason is empty if the run has a result.
+        failure: reason why the run has no result. If the run has a result, the reason is empty.
         interrupted: True if the worker was asked to stop.
-        wants_data: True if the worker lacks the data, and the unit was sent without them.
+        wants_data: True if the worker does not have the data and the unit was sent without the data.
         worker: name of the process that sent the reply.
     """
 
@@ -104,15 +104,15 @@ class UnitReply(NamedTuple):
 
 
 def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> Luggage:
-    """Pack an experiment so that a worker computes the same results from it.
+    """Pack an experiment in such a way that a worker computes the same results from it.
 
     Args:
         experiment: experiment to run.
         checksum: checksum of the data set. Every worker must have a data set with this checksum.
-        tables: more tables to add to the document, such as ``tune``.
+        tables: additional tables to add to the document, such as ``tune``.
 
     Raises:
-        ConfigError: some part of the experiment cannot be written as text, or its data cannot be encoded as bytes.
+        ConfigError: some part of the experiment cannot be represented as text, or its data cannot be encoded as bytes.
     """
     settings, data = experiment.settings(), None
     if experiment.source_options.get("source") == MEMORY_SOURCE:
@@ -141,20 +141,20 @@ def pack_experiment(experiment: Experiment, checksum: str, **tables: object) -> 
 
 
 def compute_unit(experiment: str, unit: str, data: bytes | None = None) -> bytes:
-    """Compute one unit of an experiment, in any process, and return the reply as bytes.
+    """Compute one unit of an experiment in any process, and return the reply as bytes.
 
     The same arguments always give the same models and metrics.
 
     Args:
         experiment: text that `pack_experiment` returned.
         unit: JSON object with the keys ``label`` and ``seed``.
-        data: bytes that `pack_experiment` returned. Each worker needs the data only once.
+        data: bytes that `pack_experiment` returned. Each worker receives the data only once.
 
     Returns:
         A `UnitReply`, encoded as bytes.
 
     Raises:
-        DataError: the worker's data differ from those of the experiment.
+        DataError: the worker's data differ from the data of the experiment.
         ConfigError: the worker cannot import code that the experiment needs.
     """
     if not receive_data(experiment, data):
@@ -180,7 +180,7 @@ def worker_name() -> str:
 
 
 def receive_data(experiment: str, data: bytes | None) -> bool:
-    """Store any data that came with a unit, and return True if the experiment's data are available.
+    """Store any data that came with a unit, and return True if the experiment's data are now available.
 
     The result is also True if the experiment does not need data to be sent.
 
@@ -209,10 +209,10 @@ def read_document(experiment: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def read_federation(experiment: str, seed: int) -> Federation:
-    """Return the clients of an experiment for a seed, after checking that the data equal those of the sender.
+    """Check that the data equal the sender's data, and return the clients of an experiment for a seed.
 
     Raises:
-        DataError: the data on this worker differ.
+        DataError: the data on this worker are different.
     """
     travel, plan = tomllib.loads(experiment)["travel"], parse(read_document(experiment), "executor")
     if not travel["data"]:
@@ -229,7 +229,7 @@ def read_federation(experiment: str, seed: int) -> Federation:
 
 
 def _localise(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with the data's path on this worker: the same path, or one in the folder FEDLOOM_DATA."""
+    """Return the document with the data's path on this worker: the same path, or a path in the folder FEDLOOM_DATA."""
     path, folder = Path(str(document["data"]["source"])).expanduser(), os.environ.get("FEDLOOM_DATA")
     here = Path(folder or ".") / path.name
     if len(path.parts) < 2 or path.exists() or folder is None or not here.exists():

@@ -1,4 +1,4 @@
-"""Charts and tables about the use of predicted probabilities at each site: calibration, thresholds and net benefit.
+"""Charts and tables on the usefulness of predicted probabilities: calibration, thresholds and net benefit.
 
 References: E. W. Steyerberg, "Clinical Prediction Models", 2nd ed., Chapter 15. A. J. Vickers and E. B. Elkin,
 "Decision Curve Analysis", Medical Decision Making 2006. Confidence intervals of proportions: E. B. Wilson, JASA 1927.
@@ -23,10 +23,10 @@ from fedloom.lab.report.patients import Predicted, is_binary, tested
 from fedloom.lab.report.run import Run
 
 MAX_CALIBRATION_BINS, PER_BIN = 10, 10
-"""Maximum number of bins in a calibration curve, and minimum number of samples per bin."""
+"""Maximum number of bins in a calibration curve, followed by the minimum number of samples per bin."""
 DECISION_THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 CURVE_THRESHOLDS = np.linspace(0.01, 0.6, 60)
-"""Probability thresholds shown in the table, and thresholds at which the curves are drawn."""
+"""Probability thresholds that are listed in the table, and thresholds at which the curves are evaluated."""
 Z = 1.959963984540054
 CALIBRATION_TEXT = (
     "Patients above a threshold of the predicted probability are flagged, on all test samples of a "
@@ -38,16 +38,16 @@ CALIBRATION_TEXT = (
 
 
 class OperatingPoint(NamedTuple):
-    """Result of flagging samples by a threshold on the predicted probability.
+    """Result of flagging the samples whose predicted probability reaches a threshold.
 
     Samples whose probability is at least ``threshold`` are flagged.
 
     Attributes:
         threshold: threshold on the probability.
-        flagged: proportion of the samples that are flagged.
+        flagged: proportion of all samples that are flagged.
         sensitivity: proportion of the events that are flagged.
-        specificity: proportion of the samples without an event that are not flagged.
-        predictive: proportion of the flagged samples that are events (positive predictive value).
+        specificity: proportion of samples without an event that are not flagged.
+        predictive: proportion of flagged samples that are events (positive predictive value).
         benefit: net benefit per sample.
         treating_all: net benefit per sample if all samples were flagged.
     """
@@ -62,7 +62,7 @@ class OperatingPoint(NamedTuple):
 
 
 def point(samples: Predicted, threshold: float) -> OperatingPoint:
-    """Compute the operating point for a threshold. A proportion of zero samples is NaN."""
+    """Compute the operating point that belongs to a threshold. The proportion among zero samples is NaN."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -95,7 +95,7 @@ def curve(samples: Predicted) -> list[tuple[float, float, int]]:
 
 
 def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
-    """Return each run of a binary task with stored predictions, its best federated method, and its sites' samples."""
+    """Return each binary run with stored predictions, its best federated method, and the samples of its sites."""
     chosen = []
     for run in runs:
         best = leader_of(run, runs, rows, lead)

@@ -1,4 +1,4 @@
-"""Draw the results of individual clients, as a table of clients and over rounds."""
+"""Draw the results of individual clients, as a table of the clients and as curves over rounds."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MAX_NUMBERED_CLIENTS = 8
 MAX_CLIENT_PANELS = 16
 """Maximum number of clients whose results are drawn over rounds."""
 MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
-"""Maximum total number of points drawn over rounds, and minimum number of points that each line keeps when thinned."""
+"""Maximum total number of points drawn over rounds, and minimum number of points per line after thinning."""
 
 
 def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Return the charts of this module. A chart without data is None."""
+    """Return the charts of this module. If a chart has no data, it is None."""
     last = [
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
         for row in rows
@@ -52,7 +52,7 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
 
 
 def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
-    """Return the ids of all clients, and the mean of each client over seeds."""
+    """Return the ids of all clients, and each client's mean over seeds."""
     clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
     return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
 
@@ -60,7 +60,7 @@ def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
 def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
     """Draw a heat map of methods and clients that shows means over seeds.
 
-    If there are many clients, only the clients with the worst results of the best method are shown. Return None if
+    If there are many clients, only the clients with the worst results under the best method are shown. Return None if
     there are no data.
     """
     many = max(run.clients for run in runs) > MAX_LABELED_CLIENTS
@@ -137,7 +137,7 @@ def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
 def _over_rounds(
     runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, first: Row, leaders: list[Row]
 ) -> Figure | None:
-    """Draw a panel per client with one line per method and model, averaged over seeds.
+    """Draw a panel for each client, with one line per method and model, averaged over seeds.
 
     Return None if there are no data.
 
@@ -192,7 +192,7 @@ def _over_rounds(
 
 
 def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
-    """Return pairs (round, mean over seeds), keyed by client and without attackers."""
+    """Return pairs (round, mean over seeds), keyed by client. Attackers are excluded."""
     by_place: dict[tuple[int, int], list[float]] = {}
     for seed in seeds_of(run, row.method):
         points = run.benign(Key(row.method, seed, row.model, "test", name))

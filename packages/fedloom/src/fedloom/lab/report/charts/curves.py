@@ -27,10 +27,10 @@ from fedloom.lab.report.numbers import (
 from fedloom.lab.report.run import Key, Run
 
 POINTS_PER_LINE, POINTS_PER_CROWDED_LINE = 80, 25
-"""Number of points per line, and number of points per line in a chart with many lines. Curves with more points are
-thinned."""
+"""Number of points per line, followed by the number of points per line in a chart with many lines. Curves with more
+points than this are thinned."""
 MIN_CROPPED_POINTS = 60
-"""Minimum number of points at which the worst 5 % of them may be outside the range of the axis."""
+"""Minimum number of points at which the worst 5 % of the points may lie outside the range of the axis."""
 MIN_LOG_RATIO = 100.0
 """Minimum ratio of the largest to the smallest value at which a residual is drawn on a logarithmic axis."""
 
@@ -42,11 +42,11 @@ CURVE_AXES = {
     "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
 FAMILY_NEUTRAL_SETTINGS = ("name", "attack", "engine", "evaluate", "resolved", "tune")
-"""Settings in which runs may differ and still be grouped into one chart of attacks."""
+"""Settings that may differ between runs that are shown in one chart of attacks."""
 
 
 def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw learning curves of the leading metric and the loss, and other metrics of the federation over rounds."""
+    """Draw learning curves of the primary metric and the loss, and curves of other federation metrics over rounds."""
     wanted = [(lead, axis) for axis in CURVE_AXES] + ([("loss", "round")] if lead != "loss" else [])
     totals = dict.fromkeys(k.metric for run in runs for k in run.totals if is_other_figure(k) and k.metric != "dropped")
     figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
@@ -99,9 +99,9 @@ def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure 
 
 
 def _recorded(run: Run, key: Key) -> Curve:
-    """Return the curve of a metric of the federation.
+    """Return the curve of one of the federation's metrics.
 
-    A metric that does not belong to a model is drawn with the method's first kind of model.
+    A metric that does not belong to a model is drawn with the first kind of model of the method.
     """
     of_model = [key, key._replace(part="")]
     models = [model for model in MODEL_KINDS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
@@ -187,8 +187,8 @@ def _panel_title(panels: int, means: Rows) -> str:
 def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Draw the results of the benign clients against the fraction of attackers.
 
-    For each kind of attack with at least two different fractions, one chart shows the mean result and another the worst
-    tenth of the clients.
+    For each kind of attack with at least two different fractions, one chart shows the mean result and another chart
+    shows the worst tenth of the clients.
     """
     figures: list[Figure | None] = []
     for i, (kind, members) in enumerate(_families(runs)):
@@ -207,7 +207,7 @@ def decide_share(run: Run) -> float:
 
 
 def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
-    """Group runs with the same kind of attack that differ only in the fraction of attackers.
+    """Group runs that have the same kind of attack and differ only in the fraction of attackers.
 
     Runs without attackers belong to every group.
     """

@@ -1,4 +1,4 @@
-"""Draw how important each column is for the predictions at every site."""
+"""Draw the importance of each column for the predictions at each site."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fedloom.lab.report.run import Run
 from fedloom.rundir import IMPORTANCE_FILE
 
 MAX_DRAWN_COLUMNS = 30
-"""Maximum number of columns, and of sites, that are drawn."""
+"""Maximum number of columns, and maximum number of sites, that are drawn."""
 IMPORTANCE_COLUMNS = ("method", "seed", "client", "model", "column", "metric", "value", "spread")
 
 
 def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
-    """Draw a heat map of the best federated method for each run that measured the importance of columns."""
+    """Draw a heat map of the best federated method for each run in which the importance of columns was measured."""
     figures = []
     for place, run in enumerate(runs, start=1):
         best = leader_of(run, runs, rows, lead)

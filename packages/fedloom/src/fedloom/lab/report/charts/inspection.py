@@ -25,7 +25,7 @@ POINT_SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle
 
 
 def inspection(runs: list[Run]) -> list[Figure | None]:
-    """Return the charts of this module. A chart without data is None."""
+    """Return the charts of this module. If a chart has no data, it is None."""
     several = len(runs) > 1
     figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
@@ -34,9 +34,9 @@ def inspection(runs: list[Run]) -> list[Figure | None]:
 
 
 def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
-    """Return the method, seed and model to draw.
+    """Return the method, the seed and the model that are to be drawn.
 
-    The method and model have the best test accuracy, and the seed is the first one.
+    The method and model are those with the best test accuracy, and the seed is the first one.
     """
     keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
     recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)

@@ -18,15 +18,15 @@ TICK_FORMAT = (
 )
 """Expression that formats axis ticks, as in 0.5, 20, 1.5k, 3M and 7.0e+15."""
 AXIS_OUTLIER_RATIO = 50
-"""Factor by which a result must exceed the better results before it is left out of the range of the axis."""
+"""Minimum factor by which a result exceeds the better results if it is left out of the range of the axis."""
 MEAN_FILTER = {"filter": "datum.seed == null"}
 SEED_FILTER = {"filter": "datum.seed != null"}
 HAS_INTERVAL = {"filter": "isValid(datum.low)"}
 """Filters on the rows of a chart: means over seeds, individual seeds, and means with a confidence interval. If there
-are only a few seeds, they are shown individually instead of as an interval."""
+are only a few seeds, they are shown individually, and no interval is shown."""
 
 HIDDEN_COLUMNS = ("label", "label_narrow", "side", "place", "middle")
-"""Columns of chart data that are only used for drawing."""
+"""Columns of chart data that are used only for drawing."""
 
 
 Rows = list[dict[str, Any]]
@@ -39,7 +39,7 @@ class Figure:
 
     Attributes:
         id: identifier that is unique within a report. The files of the chart also have this name.
-        tab: title of the tab that shows the chart, if several charts have the same ``group``.
+        tab: title of the tab that contains the chart, if several charts have the same ``group``.
         chart: Vega-Lite specification that refers to the named data sets and leaves the colors to a theme.
         data: data sets, keyed by name. The main data set is called ``rows``.
         layout: how the page adapts the chart to the available width. ``facet`` changes the number of columns.
@@ -97,7 +97,7 @@ def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: ob
 def number(field: str, title: str | None = None, **more: Any) -> Spec:
     """Build a quantitative channel for a field.
 
-    The axis of the channel does not have to start at 0, and all such axes format their ticks in the same way.
+    The axis of the channel does not have to start at 0, and its ticks are formatted as on all other axes.
     """
     scale = {"zero": False, **more.pop("scale", {})}
     axis = {"tickCount": 5, "labelExpr": TICK_FORMAT, "labelOverlap": True, **more.pop("axis", {})}
@@ -111,7 +111,10 @@ def nominal_channel(field: str, order: Iterable[str], title: str | None = None, 
 
 
 def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
-    """Build a nominal channel that breaks long names into several lines. Also return the maximum number of lines."""
+    """Build a nominal channel that breaks long names into several lines.
+
+    Also return the largest number of lines in any panel.
+    """
     lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
     most = max(map(len, lines.values()), default=1)
     split = f"{json.dumps(lines)}[datum.value]"
@@ -144,7 +147,7 @@ def intervals(
     """Build layers that draw a line from ``low`` to ``high`` and a dot at the mean ``value``.
 
     Args:
-        place: channels for the position, and any other channels that lines and dots share.
+        place: channels for the position, and any other channels that the lines and dots share.
         x: channel for the mean.
         tint: color of the dots and lines.
         tooltip: tooltip of the dots.
@@ -162,7 +165,7 @@ def intervals(
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
     """Build a heat map.
 
-    If ``text`` is given, it names the field that is printed in the cells. The text is highlighted where the
+    If ``text`` is given, it names the field that is printed in the cells. The text is highlighted wherever the
     expression ``strong`` is true.
     """
     place = {"x": x, "y": y, "tooltip": tooltip}
@@ -186,7 +189,7 @@ def panels(
 ) -> Spec:
     """Build small multiples with one panel for each value of a field.
 
-    Each panel has its own horizontal axis, and a single title below applies to all panels.
+    Each panel has its own horizontal axis, and there is a single title for all panels below them.
     """
     header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
     header |= {"titleFontSize": 11.5, "titlePadding": 4}
@@ -201,7 +204,7 @@ def panels(
 
 
 def select_filters(rows: Rows) -> list[Spec]:
-    """Return the filters among `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select at least one row."""
+    """Return those of the filters `MEAN_FILTER`, `HAS_INTERVAL` and `SEED_FILTER` that select at least one row."""
     return [
         MEAN_FILTER,
         *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
@@ -212,7 +215,7 @@ def select_filters(rows: Rows) -> list[Spec]:
 def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], below: str, dots: float = 0) -> Spec:
     """Build one panel per method that shows means with intervals, or individual seeds.
 
-    The other methods are drawn in grey in the background.
+    The other methods are drawn in gray in the background.
     """
     order = list(dict.fromkeys(row["method"] for row in data))
     place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
@@ -232,7 +235,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
 
 
 def colour(rows: list[Row]) -> Spec:
-    """Return the color channel for kinds of models. Each kind has the same color in every chart."""
+    """Return the color channel for kinds of models. Each kind is shown in the same color in every chart."""
     present = list(dict.fromkeys(row.model for row in rows))
     order = [*MODEL_KINDS, *(model for model in present if model not in MODEL_KINDS)]
     shown = [model for model in order if model in present]
@@ -241,9 +244,9 @@ def colour(rows: list[Row]) -> Spec:
 
 
 def off_axis(largest: dict[str, float]) -> set[str]:
-    """Return the names whose largest value exceeds the better values by more than a factor of `AXIS_OUTLIER_RATIO`.
+    """Return the series whose largest value exceeds the better values by more than a factor of `AXIS_OUTLIER_RATIO`.
 
-    If the axis included them, all other values would appear flat.
+    If they were included in the axis, all other values would appear flat.
     """
     sizes = sorted(abs(value) for value in largest.values() if value)
     near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0
@@ -251,7 +254,7 @@ def off_axis(largest: dict[str, float]) -> set[str]:
 
 
 def off_words(off: Iterable[str]) -> str:
-    """Return a sentence that lists the names which `off_axis` returned, or "" if there are none."""
+    """Return a sentence that lists the names that `off_axis` returned, or "" if there are none."""
     listed = ", ".join(dict.fromkeys(off))
     return f" Far outside the axis: {listed}." if listed else ""
 

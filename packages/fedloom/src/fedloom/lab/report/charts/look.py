@@ -16,8 +16,8 @@ Spec = dict[str, Any]
 
 PAGE_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 FILE_FONT = f"'DejaVu Sans', Verdana, {PAGE_FONT}"
-"""Fonts of charts that are written to files. The width of a text is computed when the chart is rendered, so the first
-font is at least as wide as every other common font."""
+"""Fonts for charts that are written to files. The width of a text is computed when the chart is rendered, so the first
+font in the list is at least as wide as every other common font."""
 BLUE_COLOR, ORANGE_COLOR, GREY_COLOR = "#3b82f6", "#e0730d", "#808690"
 """Colors with a contrast ratio of at least 3 to 1 on both light and dark backgrounds."""
 INK_COLORS = ("#57606a", "#b1bac4")
@@ -27,9 +27,9 @@ _BY_READER = (
 )
 """Style element that overrides the text color that Vega-Lite writes."""
 _UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
-"""Pattern of SVG attributes that an image on a page does not need."""
+"""Pattern of SVG attributes that are not needed in an image on a page."""
 PHONE_WIDTH = 364
-"""Width in pixels of an image that a phone with a screen of 390 pixels shows without shrinking its text."""
+"""Width in pixels of an image that a phone with a 390-pixel screen shows without shrinking its text."""
 LETTER_WIDTH = 7.0
 """Mean width in pixels of a letter in a label."""
 
@@ -38,9 +38,9 @@ NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def _drawable(value: object) -> Any:
-    """Return a copy of a value in which U+FFFD replaces all characters that XML does not allow.
+    """Return a copy of a value in which all characters that XML does not allow are replaced by U+FFFD.
 
-    The rendering library would terminate the process if it encountered such a character.
+    The rendering library would abort the process if it encountered such a character.
     """
     if isinstance(value, str):
         return NOT_XML.sub("\ufffd", value)
@@ -52,8 +52,8 @@ def _drawable(value: object) -> Any:
 def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
     """Return the Vega-Lite configuration of the light or the dark theme.
 
-    The first three colors of the theme are Okabe and Ito's blue, vermilion and green. These colors are lighter in the
-    dark theme.
+    The first three colors of the theme are the blue, vermilion and green of Okabe and Ito's palette. These colors are
+    lighter in the dark theme than in the light theme.
     """
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -90,14 +90,14 @@ def theme(*, dark: bool, font: str = PAGE_FONT) -> Spec:
 
 
 def svg(spec: Spec, *, dark: bool = False) -> str:
-    """Render a chart as SVG in the light or the dark theme, on the theme's background."""
+    """Render a chart as SVG in the light or the dark theme, on the background of that theme."""
     return _svg({**spec, "config": theme(dark=dark, font=FILE_FONT)})
 
 
 def svg_for_pages(spec: Spec) -> str:
     """Render a chart as SVG without a background, so that it can be used on light and dark pages.
 
-    The color of its text follows the reader's color scheme.
+    The color of the chart's text follows the reader's color scheme.
     """
     common = theme(dark=False, font=FILE_FONT)
     for part in ("axis", "header", "legend"):
@@ -123,10 +123,10 @@ def svg_for_pages(spec: Spec) -> str:
 
 
 def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VConcatChart:
-    """Build an Altair chart for a notebook. Users can modify it with Altair.
+    """Build an Altair chart for a notebook. Users can modify the chart with Altair.
 
     If the notebook includes Vega-Lite, the chart is drawn in the notebook's theme. If the notebook does not include
-    Vega-Lite, an SVG is shown. Nothing is downloaded in either case.
+    Vega-Lite, an SVG is shown. In both cases, nothing is downloaded.
     """
     altair = import_charts("altair")
 
@@ -134,7 +134,7 @@ def notebook(spec: Spec) -> alt.Chart | alt.LayerChart | alt.FacetChart | alt.VC
     vega = f"application/vnd.vegalite.{altair.SCHEMA_VERSION.partition('.')[0]}+json"
 
     def bundle(shown: Any, *_: Any, **__: Any) -> Spec:
-        """Return the chart in all formats that a notebook can choose from, richest first."""
+        """Return the chart in all formats from which a notebook can choose, with the richest format first."""
         drawn = shown.to_dict()
         return {vega: drawn, "image/svg+xml": svg(drawn), "text/plain": repr(shown)}
 
@@ -151,15 +151,15 @@ def _svg(spec: Spec) -> str:
 
 
 def can_draw() -> bool:
-    """Return True if the packages of the extra ``charts`` are installed."""
+    """Return True if the packages in the ``charts`` extra are installed."""
     return all(find_spec(name) is not None for name in ("altair", "vl_convert"))
 
 
 def import_charts(name: str) -> Any:
-    """Import a package from the extra ``charts`` and return the module. The import is slow.
+    """Import a package from the ``charts`` extra and return the module. The import is slow.
 
     Raises:
-        ConfigError: the extra ``charts`` is not installed.
+        ConfigError: the ``charts`` extra is not installed.
     """
     try:
         return import_module(name)

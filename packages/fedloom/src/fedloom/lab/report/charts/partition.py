@@ -1,4 +1,4 @@
-"""Draw how samples are split among clients: their classes, the skew of each seed, and the recovered clusters."""
+"""Draw how samples are divided among clients: their classes, the skew with each seed, and the recovered clusters."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 MAX_CLASS_CELLS = 4_000
 """Maximum number of cells (clients times classes) that are drawn."""
 ATTACKER_FLAG = "\N{BLACK FLAG}"
-"""Mark that follows the name of an attacking client."""
+"""Mark that is added after the name of an attacking client."""
 MAX_LISTED_CLIENTS = 60
 """Maximum number of clients whose names are shown. If there are more clients, they are sorted by their most frequent
 class and are not named."""
 MAX_DRAWN_PARTITIONS = 10
-"""Maximum number of partitions of a run that are drawn. Fewer are drawn if the partitions are large."""
+"""Maximum number of a run's partitions that are drawn. Fewer partitions are drawn if they are large."""
 MAX_CLUSTER_ROUNDS, MAX_CLUSTERED_CLIENTS = 60, 60
-"""Maximum number of rounds, and maximum number of clients, for which recovered clusters are drawn."""
+"""Maximum number of rounds, and maximum number of clients, up to which recovered clusters are drawn."""
 SHARE_FIGURE = "share"
-"""Name of the metric that records a client's weight in the objective if the weights depend on recovered clusters."""
+"""Name of the metric that records a client's weight in the objective, if the weights depend on recovered clusters."""
 PARTITION_TITLES = {
     "sizes": "Samples per client",
     "emd": "Earth mover's distance",
@@ -45,9 +45,9 @@ class Skew(NamedTuple):
 
     Attributes:
         label: text that names the runs.
-        values: ``sizes``, the numbers of samples. For classes, three more measures compare each client with the labels
-            of all clients: ``emd`` (sum of absolute differences, in [0, 2]), ``js`` (Jensen-Shannon divergence to base
-            2, in [0, 1]) and ``effective_classes`` (exponential of the entropy).
+        values: ``sizes``, the numbers of samples per client. For classes, three additional measures compare each client
+            with the labels of all clients: ``emd`` (sum of absolute differences, in [0, 2]), ``js`` (Jensen-Shannon
+            divergence to base 2, in [0, 1]) and ``effective_classes`` (exponential of the entropy).
     """
 
     run: Run
@@ -59,7 +59,7 @@ class Skew(NamedTuple):
 def splits(runs: list[Run]) -> list[Figure | None]:
     """Draw the partitions of all seeds, with at most `MAX_CLASS_CELLS` cells in total.
 
-    Runs on the same data share one chart.
+    Runs on the same data are shown in one chart.
     """
     figures: list[Figure | None] = []
     for place, group in enumerate(_same_data(runs), start=1):
@@ -109,7 +109,7 @@ def _range(values: Numbers | None) -> str:
 
 
 def _same_data(runs: list[Run]) -> list[list[Run]]:
-    """Group runs whose clients hold the same number of samples of each class with every seed."""
+    """Group the runs in which, with every seed, each client holds the same number of samples of each class."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
         tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
@@ -242,7 +242,7 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
 def cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     """Draw each client's weight in the objective by round (first seed), for methods that weight recovered clusters.
 
-    Return None if no such weights were recorded.
+    If no such weights were recorded, return None.
     """
     cells: Rows = []
     for run, row, seed in _first_seeds(runs, rows, SHARE_FIGURE):
@@ -281,7 +281,7 @@ def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[
 def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str, ...]) -> Spec:
     """Draw one panel per method, with rounds on the horizontal axis and clients on the vertical axis.
 
-    The columns ``more`` are shown in tooltips in addition to the usual ones.
+    The columns ``more`` are shown in tooltips in addition to the standard ones.
     """
     inner = kit.heat_map(
         {**kit.nominal_channel("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
@@ -297,7 +297,7 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
 def _evenly(items: int | Integers, most: int) -> Integers:
     """Return at most ``most`` evenly spaced items.
 
-    An integer ``items`` stands for the numbers from 0 up to that integer (exclusive).
+    If ``items`` is an integer, it stands for the numbers from 0 up to that integer (exclusive).
     """
     numbers = np.arange(items) if isinstance(items, int) else items
     places = np.linspace(0, len(numbers) - 1, min(most, len(numbers))).round()
@@ -330,7 +330,7 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
 def aligned(labels: Integers, reference: Integers) -> Integers:
     """Rename cluster labels so that as many as possible agree with the reference labels.
 
-    The label -1 (unknown) is kept.
+    The label -1 (unknown) is retained.
 
     >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
     [0, 0, 1, -1]

@@ -1,4 +1,4 @@
-"""Draw how results differ between clients, both the results themselves and the gains over a baseline."""
+"""Draw how results differ between clients: both the results themselves and the gains over a baseline."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
-"""Maximum number of dots (clients times seeds) in all rows together, and number of dots that each row may always draw.
-With these numbers, 2,000 dots take up about 120 kB of the page."""
+"""Maximum number of dots (clients times seeds) in all rows, and number of dots that are always drawn for each row. With
+these numbers, 2,000 dots take up about 120 kB in the page."""
 Seeds = dict[int, tuple[Integers, Numbers]]
-"""Clients and their values, keyed by seed."""
+"""Clients and their values for each seed, keyed by seed."""
 
 
 def attackers_sentence(runs: list[Run]) -> str:
@@ -41,7 +41,7 @@ def pooled(seeds: Seeds) -> Numbers:
 
 
 def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Figure | None:
-    """Draw how the leading metric varies between clients, or return None if there are no data."""
+    """Draw how the primary metric varies between clients, or return None if there are no data."""
     higher, title = metric(lead).higher, titled(metric(lead))
     spec, data, words = _distribution(runs, rows, last, title, -1 if higher else 1)
     caption = (
@@ -54,7 +54,7 @@ def spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> Fi
 def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     """Draw each client's gain over the baseline with the same seed, or return None if there are no gains.
 
-    A gain above 0 means that the method is better (as in FedSLR, Fig. 3).
+    A gain above 0 means that the method is better (as in Fig. 3 of the FedSLR paper).
     """
     shown, sign = metric(lead), 1 if metric(lead).higher else -1
     gains: list[tuple[Row, Seeds]] = []
@@ -100,14 +100,14 @@ def _baseline(rows: list[Row], row: Row) -> Row | None:
 def _distribution(
     runs: list[Run], rows: list[Row], scores: list[Seeds], title: str, sign: int, *, zero: bool = False
 ) -> tuple[Spec, dict[str, Rows], str]:
-    """Draw box plots of the clients' values, sorted by median, with a dot for each client below.
+    """Draw box plots of the clients' values, sorted by median, with one dot per client below each box.
 
     Args:
-        runs: runs that the rows belong to.
+        runs: runs to which the rows belong.
         rows: rows of the results table to compare.
         scores: values of the clients for each row.
         title: title of the axis.
-        sign: 1 to put the smallest median at the top, -1 to put the largest median at the top.
+        sign: 1 to put the smallest median at the top, or -1 to put the largest median at the top.
         zero: True to draw a vertical line at 0.
 
     Returns:

@@ -31,7 +31,7 @@ class Price(NamedTuple):
 
 
 def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
-    """Draw the leading metric against the variance of losses, the worst tenth of clients, and non-zero parameters."""
+    """Draw the primary metric against the variance of losses, the worst tenth of clients, and nonzero parameters."""
     what, side = metric(lead).title, "top" if metric(lead).higher else "bottom"
     variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
     title = f"Worst 10 % of the clients: {titled(metric(lead))}"
@@ -48,12 +48,12 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
 
 
 def costs(runs: list[Run], rows: list[Row], lead: str, models: Models) -> list[Figure | None]:
-    """Draw the total work and traffic of each method, and its cost of reaching a common result."""
+    """Draw the total work and traffic of each method, and the cost at which it reached a common result."""
     return [_totals(rows), _reached(runs, rows, lead, models)]
 
 
 def _counted(row: Row) -> Row:
-    """Return the row with the number of its non-zero parameters added.
+    """Return the row after adding the number of its nonzero parameters.
 
     A model whose non-zero parameters were not counted is assumed to be dense.
     """
@@ -64,7 +64,7 @@ def _counted(row: Row) -> Row:
 def _trade_off(
     runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
 ) -> Figure | None:
-    """Draw both metrics as one point per row, or return None if there are too few points.
+    """Draw one point per row that shows both metrics, or return None if there are too few points.
 
     ``words`` contains the id, group, tab and title of the chart, and a name for its best corner.
     """
@@ -181,7 +181,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
 def _totals(rows: list[Row]) -> Figure | None:
     """Draw one bar per method, because all models of a method share the same work.
 
-    Return None if no costs were recorded.
+    Return None if costs were not recorded.
     """
     data: Rows = []
     for measure in COST_FIGURES:
@@ -204,7 +204,7 @@ def _totals(rows: list[Row]) -> Figure | None:
 def _reached(runs: list[Run], rows: list[Row], lead: str, models: Models) -> Figure | None:
     """Draw, as one dot per row, the cost at which the mean result first reached the target of its task.
 
-    Return None if fewer than two rows reached it.
+    Return None if fewer than two rows reached the target.
     """
     data: Rows = []
     missed: list[str] = []

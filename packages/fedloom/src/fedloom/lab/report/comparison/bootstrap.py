@@ -1,8 +1,8 @@
 """Bootstrap: metrics of resampled test samples, and the standard error of the difference between two models.
 
 Reference: B. Efron and R. Tibshirani, "An Introduction to the Bootstrap", 1993, Section 6.2. Each resample uses the
-predictions of both models for the same patients. If the subjects of the samples are known, subjects are resampled
-together with all of their samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69,
+predictions of both models for the same patients. If the subjects of the samples are known, each subject is resampled
+together with all of its samples: C. A. Field and A. H. Welsh, "Bootstrapping clustered data", J. R. Stat. Soc. B 69,
 2007.
 """
 
@@ -14,19 +14,20 @@ from fedloom.lab.report.patients import Predicted
 from fedloom.lab.report.run import Numbers
 
 BOOTSTRAP_RESAMPLES = 1000
-"""Number of bootstrap resamples. The relative error of a standard error is then about 1 / sqrt(2 * 1000) = 2.2 %. Efron
-and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
+"""Number of bootstrap resamples. With this number of resamples, the relative error of a standard error is about 1 /
+sqrt(2 * 1000) = 2.2 %. Efron and Tibshirani (Section 6.4) consider 200 resamples sufficient."""
 MOST_PAIRS = 10**8
 """Maximum number of pairs (an event and another patient) for which the interval of a C-index is computed."""
 
 
 def weighted_metric(metric: str, weight: Numbers, samples: Predicted) -> Numbers:
-    """Compute a metric of weighted test samples, ``[B]``. The metric is NaN where it is undefined.
+    """Compute a metric of test samples for each set of weights, ``[B]``. If the metric is undefined, it is NaN.
 
     Args:
-        metric: ``accuracy`` (of predictions above 0.5 for targets above 0.5), ``c_index``, ``macro_auroc``, ``r2``,
-            ``rmse``, ``mae`` or ``deviance``. These metrics are defined as in the tasks, in units of the label.
-        weight: non-negative weights of the samples for each resample, ``[B, N]``.
+        metric: ``accuracy`` (a prediction above 0.5 must match a target above 0.5), ``c_index``, ``macro_auroc``,
+            ``r2``, ``rmse``, ``mae`` or ``deviance``. These metrics are defined as in the tasks, and are in units of
+            the label.
+        weight: nonnegative weight of each sample in each resample, ``[B, N]``.
         samples: targets and predictions of the samples, ``[N]``, or ``[N, k]`` for ``macro_auroc``.
     """
     y, prediction = samples.target, samples.prediction
@@ -94,8 +95,8 @@ def standard_error(metric: str, alone: Predicted, shared: Predicted | None = Non
     Args:
         metric: name of the metric, as in `weighted_metric`.
         alone: samples with the predictions of one model.
-        shared: the same samples with the predictions of another model. If these samples are given, the standard error
-            is that of the difference between the two models.
+        shared: predictions of another model for the same samples. If these samples are given, the standard error
+            applies to the difference between the two models.
     """
     n, units = len(alone.target), alone.units
     subjects = int(units.max(initial=-1)) + 1

@@ -1,7 +1,7 @@
-"""Gains on test samples, by site: metrics of the local and the federated model, with an interval of the difference.
+"""Gains on test samples by site: metrics of the local and the federated model, with an interval for the difference.
 
-DeLong's interval is used for the AUROC. The bootstrap standard error is used for all other metrics. If the subjects of
-the samples are known, both methods resample or count subjects instead of samples.
+For the AUROC, DeLong's interval is used. For all other metrics, the bootstrap standard error is used. If the subjects
+of the samples are known, both methods resample or count subjects rather than samples.
 
 Reference: E. R. DeLong et al., "Comparing the areas under two or more correlated receiver operating characteristic
 curves", Biometrics 1988, Eq. 5 to 8, computed by mid-ranks as in X. Sun and W. Xu, IEEE Signal Process. Lett. 2014, and
@@ -32,7 +32,7 @@ CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "macro_auroc", "r2", "rmse", "mae", "deviance")
 """Metrics whose intervals are computed by the bootstrap."""
 MIN_CLASS_SAMPLES = 2
-"""Minimum number of test samples (or subjects) in each class at which an interval of a difference is computed."""
+"""Minimum number of test samples (or subjects) in each class for which the interval of a difference is computed."""
 
 BY_PATIENT_TEXT = (
     "The same, patient by patient: the mean prediction for every test sample over the seeds that "
@@ -47,13 +47,14 @@ class SiteDifference(NamedTuple):
 
     Attributes:
         site: name of the site.
-        samples: number of test samples, or of their subjects if these are known.
+        samples: number of test samples or, if subjects are known, of their subjects.
         metric: name of the metric that is compared.
-        events: number of samples (or subjects) of the second class, or with an event. None for tasks without events.
+        events: number of samples (or subjects) in the second class, or with an event. None for tasks that have no
+            events.
         alone: metric with the site's local model.
         together: metric with the federated model.
-        half: half-width of the confidence interval of the difference. NaN if no interval can be computed.
-        p: two-sided p-value for the hypothesis of no difference.
+        half: half-width of the confidence interval of the difference. NaN if an interval cannot be computed.
+        p: two-sided p-value for the hypothesis that there is no difference.
     """
 
     site: str
@@ -71,8 +72,9 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
     Args:
         scores: scores ``[k, N]``. Higher scores indicate the second class.
-        target: targets ``[N]``, 0 or 1, with at least `MIN_CLASS_SAMPLES` samples of each class, from as many subjects.
-        units: number of each sample's subject, counted from 0, ``[N]``. None: each sample is a separate subject.
+        target: targets ``[N]``, 0 or 1. Each class must have at least `MIN_CLASS_SAMPLES` samples, from as many
+            subjects.
+        units: number of each sample's subject, counted from 0, ``[N]``. If None, each sample is a separate subject.
     """
     from scipy.stats import rankdata  # slow to import
 
@@ -100,9 +102,9 @@ def delong(scores: Numbers, target: Numbers, units: NDArray[np.int64] | None = N
 
 
 def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
-    """Return the difference for each site and for all sites.
+    """Return the difference for each site and for all sites together.
 
-    Return [] if predictions were not stored or the metric is missing.
+    Return [] if no predictions were stored or the metric is missing.
     """
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not np.array_equal(alone[:2], shared[:2]):
@@ -150,7 +152,7 @@ def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[s
 
 
 def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render an HTML table for each run, with the label of the run as title."""
+    """Render an HTML table for each run, with the label of the run as its title."""
     text = ""
     for label, lines in tables:
         cells = [
@@ -172,7 +174,7 @@ def _words(line: SiteDifference) -> list[str]:
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
-    """Render the gains on test samples as CSV, without rounding. Missing values are empty."""
+    """Return the gains on test samples as CSV, without rounding. Missing values become empty cells."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables

@@ -1,4 +1,4 @@
-"""Model card of a run as Markdown, with recorded facts and with headings that people must complete."""
+"""Model card of a run in Markdown, with the recorded facts and with headings that people must complete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_card(run_dirs: Sequence[Path], out: Path) -> Path:
         out: path of the Markdown file.
 
     Returns:
-        The path of the file.
+        The path of the file that was written.
 
     Raises:
         ConfigError: the file already exists. An existing file is not replaced, because people may have edited it.
@@ -65,9 +65,9 @@ def check_card(out: Path) -> None:
 
 
 def card(run: Run) -> str:
-    """Render the card of the model with the best leading metric.
+    """Render the card of the model that has the best value of the primary metric.
 
-    The model is a federated model if any federated model ended well.
+    The model is a federated model if there is a federated model whose runs ended well.
     """
     lead = leading_metric([run])
     shown = [row for row in contenders([run], method_rows([run])) if row.result(lead)]
@@ -117,7 +117,7 @@ def _results(run: Run, row: Row) -> list[str]:
 
 
 def _groups(run: Run, row: Row, lead: str) -> list[str]:
-    """Render the leading metric for groups of patients, or return an empty list if no groups were scored."""
+    """Render the primary metric for groups of patients. If no groups were scored, return an empty list."""
     cells = group_cells(run, row, lead)
     if cells is None:
         return []
@@ -146,7 +146,7 @@ def _versions(run: Run) -> str:
 
 
 def _plain(text: str) -> str:
-    r"""Escape recorded text so that Markdown shows it unchanged and on one line.
+    r"""Escape recorded text so that Markdown shows it unchanged and on a single line.
 
     >>> _plain("a|b <i>*\n")
     'a\\|b \\<i\\>\\*'

@@ -1,4 +1,4 @@
-"""Conclusions of a comparison in a few sentences: the winner, the differences, the compared models and their cost."""
+"""Conclusions of a comparison in a few sentences: the winner, the differences, the compared models and their costs."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import arrow, cell_text, write_difference
 
 SHOWN_PAIRS = 3
-"""Maximum number of differences that are shown in a terminal and at the top of a report. The table of pairs in the
-report contains all differences."""
+"""Maximum number of differences that are shown in a terminal and at the top of a report. The report contains a table of
+pairs with all differences."""
 
 
 class Conclusion(NamedTuple):
     """Result of a comparison, in words.
 
     Attributes:
-        task: labels of the runs that are compared with each other, if there are several groups of comparable runs. The
-            text is empty if there is only one group.
-        answer: sentence that names the winner, or states that there is none.
+        task: labels of the runs that are compared with each other, if there are several groups of comparable runs. If
+            there is only one group, the text is empty.
+        answer: sentence that names the winner, or states that there is no winner.
         pairs: one line for each compared method, with its mean, its difference from the baseline and the verdict.
-        compared: sentence that states which models are compared. The sentence is empty if there is nothing to compare.
-        cost: sentence with the gradients and the traffic of the best method and of the baseline. The sentence is empty
-            if these costs are not recorded.
-        tests: comparisons with the baseline on which ``pairs`` is based. The tuple is empty if there is no baseline.
+        compared: sentence that states which models are compared. If there is nothing to compare, the sentence is empty.
+        cost: sentence that states the gradients and the traffic of the best method and of the baseline. If these costs
+            were not recorded, the sentence is empty.
+        tests: comparisons with the baseline from which ``pairs`` is derived. The tuple is empty if there is no
+            baseline.
     """
 
     task: str
@@ -68,12 +69,12 @@ def conclude(
     """Return a conclusion for each group of comparable runs.
 
     Args:
-        runs: runs that the rows belong to.
+        runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
         baseline: label of the baseline. None: local training, or else FedAvg, or else the first method if there is only
             one run.
         compare_model: which of a method's models is compared.
-        margin: largest difference that does not matter in practice, in the units of the leading metric. None: no
+        margin: largest difference that does not matter in practice, in the units of the primary metric. If None, no
             methods are called equivalent.
     """
     lead, conclusions = leading_metric(runs), []
@@ -95,7 +96,7 @@ def conclusions(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> list[Conclusion]:
-    """Return the conclusions for recorded runs, given their directories (see `conclude`).
+    """Return the conclusions for recorded runs, which are given by their directories (see `conclude`).
 
     Raises:
         RunDirError: a folder is not a run directory, or cannot be read.
@@ -110,7 +111,7 @@ def as_record(
     compare_model: Models = "best-on-validation",
     margin: float | None = None,
 ) -> dict[str, Any]:
-    """Return the results, comparisons and conclusions of run directories as plain values, neither rounded nor scaled.
+    """Return the results, comparisons and conclusions of run directories as values, neither rounded nor scaled.
 
     Raises:
         RunDirError: a folder is not a run directory, or cannot be read.
@@ -142,7 +143,7 @@ def _conclusion(task: str, lead: str, shown: list[Row], compared: list[Pair], co
 
 
 def _answer(compared: list[Pair], reference: Row) -> str:
-    """Return the sentence that names the winner, or states that there is none."""
+    """Return the sentence that names the winner, or states that there is no winner."""
     of_methods = [pair for pair in compared if pair.row.algorithm]
     better, tested = ([p for p in of_methods if test(p)] for test in (_is_better, lambda p: not p.reason))
     seeds = max((p.comparison.seeds for p in compared if p.comparison), default=0)
@@ -190,7 +191,7 @@ def _compared(shown: list[Row], compare_model: Models) -> str:
 
 
 def _cost(rows: list[Row]) -> str:
-    """Return the sentence that states the gradients and the traffic of some rows."""
+    """Return a sentence that states the number of gradients and the traffic of some rows."""
     parts = []
     for row in rows:
         work, up, down = (row.figures.get(name) for name in ("samples_backward", "bytes_up", "bytes_down"))

@@ -1,9 +1,9 @@
 """Selection of the rows to compare: one row per method, and a fair rival for models that clients choose themselves.
 
-In practice, each client would use whichever of the global and the personal model is better on its validation part (the
-hybrid model), or the only model of the method. If hybrid models are compared, a rival is shown next to them. For each
-client, it is the better of local training and FedAvg, chosen on validation data by the same rule. No additional method
-has to be run for this rival.
+In practice, each client would use the better of the global and the personal model on its validation part (the hybrid
+model), or the method's only model. If hybrid models are compared, a rival is shown next to them. For each client, this
+model is the better of local training and FedAvg, chosen on validation data by the same rule. No additional method has
+to be run for this comparison.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fedloom.lab.report.run import Key, Points, Run
 from fedloom.metrics import leading, metric
 
 Models = Literal["best-on-validation", "personal", "all"]
-"""Which rows of a method are compared. ``best-on-validation`` is the model that a client would use. ``personal`` is the
-personal model that papers report, or else the global model. ``all`` stands for every model."""
+"""Which rows of a method to compare. ``best-on-validation`` is the model that a client would use. ``personal`` is the
+personal model that the papers report. If there is none, it is the global model. ``all`` stands for every model."""
 COMPARED_MODELS: tuple[Models, ...] = ("best-on-validation", "personal", "all")
 MODEL_ORDER = {"best-on-validation": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
 
@@ -40,7 +40,7 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
     """Select the rows of the results table to compare.
 
     Args:
-        runs: runs that the rows belong to.
+        runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
         models: which rows of each method are selected.
     """
@@ -60,7 +60,7 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-
 
 
 def one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Models = "best-on-validation") -> list[Row]:
-    """Select the rows to compare, but at most one per method even if ``models`` is "all"."""
+    """Select the rows to compare. Unlike with ``models = "all"``, there is at most one row per method."""
     return contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
@@ -72,7 +72,7 @@ def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
     """Return the row with the best mean, or None if there is no suitable row.
 
-    Rows with a diverged or failed run are left out, and so are rows with fewer seeds than others.
+    Rows with a diverged or failed run are omitted, as are rows with fewer seeds than others.
     """
     sound = [row for row in rows if row.sound and row.result(lead)]
     seeds = {row.title: len(row.figures[lead].finite) for row in sound}
@@ -84,7 +84,7 @@ def best_row(rows: Sequence[Row], lead: str) -> Row | None:
 def reference(rows: Sequence[Row]) -> str | None:
     """Return the default baseline: the first method that trains alone, or else FedAvg.
 
-    Return None if both are missing.
+    Return None if both of them are missing.
     """
     first = [row.name for role in BASELINE_ROLES for row in rows if row.role == role]
     return next(iter(first), None)
@@ -98,7 +98,7 @@ def _rank(row: Row, models: Models) -> int:
 def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
     """Return a row with the better of local training and FedAvg for each client, chosen on validation data.
 
-    The result is None if one of the two was not run.
+    If at least one of the two was not run, the result is None.
 
     Args:
         run: run that contains both methods.
@@ -151,7 +151,7 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
 
 
 def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
-    """Return the clients' values after the last evaluated round, or None if there are none."""
+    """Return the clients' values after the last evaluated round, or None if there are no such values."""
     points = run.benign(Key(row.method, seed, row.model, part, name))
     return None if points is None or not len(points.round) else points.select(points.round == points.round[-1])
 
@@ -159,7 +159,7 @@ def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points |
 def same(one: Row, other: Row) -> bool:
     """Return True if two rows describe the same models.
 
-    All metrics that they share, except costs, are then equal for every seed.
+    In this case, all metrics that both models have, except costs, are equal for every seed.
     """
     names = one.figures.keys() & other.figures.keys() - set(COUNTED_FIGURES)
     results = any(row.figures[name].finite for row in (one, other) for name in names)
@@ -173,7 +173,7 @@ def _equal(one: Estimate, other: Estimate) -> bool:
 
 
 def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
-    """Return, for each position, the first position with a row that describes the same models."""
+    """Map each position to the first position whose row describes the same models."""
     first: dict[int, int] = {}
     for place in places:
         first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)

@@ -1,7 +1,7 @@
-"""Criteria of a comparison: which method wins by each criterion, and how certain this is.
+"""Criteria of a comparison: which method wins by each criterion, and with what certainty.
 
-Methods are compared seed by seed, with the same seed and data split. The leader is compared with the rows of all other
-methods in one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, no
+Methods are compared seed by seed, always with the same seed and data split. The leader is compared with the rows of all
+other methods in one family of tests (`fedloom.lab.report.comparison.family`). With fewer than five common seeds, no
 difference is tested, because so few values do not show how much they vary.
 """
 
@@ -31,7 +31,7 @@ class Criterion:
 
     Attributes:
         figure: name of the metric, e.g. ``accuracy/worst10``.
-        values: metric of each row that has it, keyed by the index of the row.
+        values: metric of each row that has one, keyed by the index of the row.
         higher: True if higher values are better.
     """
 
@@ -48,19 +48,19 @@ class Winner:
     """Winner by one criterion.
 
     Attributes:
-        row: index of the winner. None if no rows could be compared.
-        rivals: indices of rows of other methods that are not significantly worse, nearest first.
+        row: index of the winner. None if none of the rows could be compared.
+        rivals: indices of rows of other methods that are not significantly worse, closest first.
         equals: indices of rows of other methods that describe the same models. Such rows are not treated as rivals.
-        runner_up: index of the best row of another method.
-        lead: mean difference from the runner-up over the seeds that both have. The lead is positive and in the units of
-            the criterion, before scaling. For metrics that are compared as ratios (`is_ratio`), the lead is the
-            logarithm of the ratio.
+        runner_up: index of the best row of a different method.
+        lead: mean difference from the runner-up over the seeds that both have. The lead is positive, and is given in
+            the units of the criterion before scaling. For metrics that are compared as ratios (`is_ratio`), the lead is
+            the logarithm of the ratio.
         half: half-width of the confidence interval on which the test is based. NaN if there are fewer than two common
             seeds.
         provisional: True if some runs have not finished.
         seeds: number of seeds that the winner and the runner-up have in common.
-        decidable: True if there were enough common seeds for a test.
-        excluded: True if some methods could not be compared because they lack results.
+        decidable: True if the number of common seeds was sufficient for a test.
+        excluded: True if some methods could not be compared because results are missing.
     """
 
     criterion: Criterion
@@ -77,7 +77,7 @@ class Winner:
 
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
-    """Group comparable runs (with equal data, partition and attack), and return each group's label, runs and rows."""
+    """Group comparable runs (same data, partition and attack), and return each group's label, runs and rows."""
     groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
         options = run.options
@@ -90,7 +90,7 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
 
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
-    """Return the winner by each criterion for which metrics are recorded."""
+    """Return the winner by each criterion whose metrics are recorded."""
     ratio = max((run.ratio for run in runs), default=0.0)
     return [winner(criterion, rows, ratio) for criterion in _criteria(runs, rows, lead) if criterion.values]
 
@@ -102,7 +102,7 @@ class Marks(NamedTuple):
     beside: frozenset[int] = frozenset()
 
     def shift(self, by: int) -> Marks:
-        """Return the marks for rows that are shifted down by a number of rows."""
+        """Return the same marks, moved down by a number of rows."""
         return Marks(*(frozenset(place + by for place in places) for places in self))
 
     @staticmethod
@@ -112,9 +112,9 @@ class Marks(NamedTuple):
 
 
 def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[str, Marks]:
-    """Return the marks for each column in which one direction is better, except costs.
+    """Return the marks for each column in which either high or low values are better, except costs.
 
-    Each column is one family of tests.
+    Each column forms one family of tests.
 
     ``ratio`` corrects the tests as described in `family`.
     """
@@ -133,7 +133,7 @@ def marks(rows: list[Row], columns: Iterable[str], ratio: float = 0.0) -> dict[s
 
 
 def _results(rows: list[Row], name: str) -> dict[int, Estimate]:
-    """Return a metric of each row that has it, keyed by the index of the row."""
+    """Return a metric for each row that has it, keyed by the index of the row."""
     return {i: estimate for i, row in enumerate(rows) if (estimate := row.result(name)) is not None}
 
 
@@ -169,17 +169,17 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 
 
 def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """Return the target: 95 % of the best mean result, or the best result divided by 0.95 if smaller values are better.
+    """Return the target: 95 % of the best mean result or, if smaller values are better, that result divided by 0.95.
 
-    Only one row per method is used, regardless of which rows are shown. If no method has finished, the methods that are
-    still running are used. Rows that do not belong to a method are not used, because their cost is unknown. The target
-    is NaN if no rows are left or the best result is not above 0.
+    Only one row per method is used, regardless of which rows are shown. If none of the methods has finished, the
+    methods that are still running are used. Rows that do not belong to a method are not used, because their costs are
+    unknown. The target is NaN if no rows remain or the best result is not above 0.
 
     Args:
         runs: runs with equal data, partition and attack.
         rows: rows of these runs.
         lead: metric for which the target is set.
-        models: which row of each method is used.
+        models: which row of each method to use.
     """
     methods = [row for row in one_per_method(runs, rows, models) if row.algorithm and row.sound and row.result(lead)]
     means = [row.figures[lead].mean for row in [row for row in methods if row.done] or methods]
@@ -190,13 +190,13 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def goal_of(lead: str, target: float) -> str:
-    """Return the target of a metric as text with its unit."""
+    """Return the target of a metric as text that includes its unit."""
     shown = metric(lead)
     return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
 
 
 def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> float:
-    """Return the target of a run, which it shares with all comparable runs."""
+    """Return the target of a run, which is the same for all comparable runs."""
     own_runs, own_rows = next((group, shown) for _, group, shown in tasks(runs, rows) if any(r is run for r in group))
     return common_target(own_runs, own_rows, lead, models)
 
@@ -204,8 +204,8 @@ def target_of(run: Run, runs: list[Run], rows: list[Row], lead: str, models: Mod
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
     """Return the traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` needed to reach a target.
 
-    The target is reached when the mean over clients reaches it. Rows that do not reach the target with every seed are
-    left out. If any model already meets the target before the first round, the result is empty.
+    The target is reached as soon as the mean over clients reaches it. Rows that do not reach the target with every seed
+    are omitted. If at least one model already meets the target before the first round, the result is empty.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
@@ -242,19 +242,19 @@ def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
 
 
 def round_of(result: Curve, target: float, higher: bool) -> int | None:
-    """Return the first recorded round in which a result reaches the target, or None if it never does."""
+    """Return the first recorded round in which a result reaches the target, or None if there is no such round."""
     reached = result.value >= target if higher else result.value <= target
     return int(result.round[np.argmax(reached)]) if reached.any() else None
 
 
 def up_to(total: Curve, round: int) -> float:
-    """Return the total that was spent up to a given round."""
+    """Return the total that was spent by the end of a given round."""
     before = np.flatnonzero(total.round <= round)
     return float(total.value[before[-1]]) if len(before) else 0.0
 
 
 def winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Winner:
-    """Return the best row by a criterion, among rows whose runs have ended well or are still running (provisionally).
+    """Return the best row by a criterion, among rows whose runs have ended well or (provisionally) are still running.
 
     ``ratio`` corrects the tests as described in `family`.
     """

@@ -1,4 +1,4 @@
-"""Results by class of devices: the metrics of its clients, their uploads, and the time to reach a common target."""
+"""Results for each class of devices: the metrics of its clients, their uploads, and times to a common target."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEVICE_FIGURES = ("clients", "mean", "worst10", "uploads", "staleness", "idle_sh
 
 
 def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render an HTML table for each run whose clients have devices of several classes."""
+    """Render an HTML table for each run in which devices belong to several classes."""
     text, shown = "", figure(lead)
     for run in runs:
         by_class, lines = [*_figures(run, runs, rows, lead, models)], []
@@ -57,9 +57,9 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 
 
 def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
-    """Render the metrics of each device class as CSV, with means over seeds that are not scaled.
+    """Return the metrics of each device class as CSV, as means over seeds that are not scaled.
 
-    Values that are unknown are left empty.
+    Unknown values are left empty.
     """
     lines = [
         (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
@@ -74,7 +74,7 @@ def _figures(
 ) -> Iterator[tuple[Row, str, float, dict[str, Estimate]]]:
     """Yield each compared row with each of its device classes, the common target and the metrics of the class.
 
-    Methods with a single device class are left out.
+    Methods that were run with a single device class are omitted.
     """
     compared = contenders_of(run, runs, rows, lead)
     target = target_of(run, runs, rows, lead, models)

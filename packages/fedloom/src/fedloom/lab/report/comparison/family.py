@@ -1,15 +1,16 @@
-"""Family of paired tests: differences over common seeds, Holm's correction, verdicts, and intervals that match them.
+"""Family of paired tests: differences over common seeds, Holm's correction, verdicts and matching intervals.
 
 All comparisons on one page, model card or table form one family. Each difference is tested by a paired t-test on its
-values, one per seed. Holm's step-down procedure (`holm`) keeps the probability of any false claim in the family at 5 %
-or less. The interval of a difference is computed at the level that Holm's procedure applies to it. The interval
-therefore excludes 0 if and only if the difference is significant. A comparison with fewer than five common seeds is not
-tested and is not part of the family. If the runs of both methods with some seeds merely repeat their runs with another
-seed, these seeds count as one.
+values, one per seed. Holm's step-down procedure (`holm`) limits the probability of any false claim in the family to 5
+%. The interval of a difference is computed at the significance level that Holm's procedure applies to the difference.
+The interval therefore excludes 0 if and only if the difference is significant. A comparison with fewer than five common
+seeds is not tested and is not part of the family. If, for some seeds, the runs of both methods merely repeat their runs
+with another seed, these seeds count as one.
 
-If every seed splits the same samples in a new way, the results of different seeds are not independent. If the ratio of
-test to training samples is given, the variance is corrected as by Nadeau and Bengio. The verdict then applies to new
-samples from the same source. Without this ratio, the verdict applies to the same samples with other seeds.
+If every seed splits the same samples in a different way, the results of different seeds are not independent. If the
+ratio of test to training samples is given, the variance is corrected by the method of Nadeau and Bengio. The verdict
+then applies to new samples from the same source. Without this ratio, the verdict applies only to the same samples with
+other seeds.
 
 Reference: C. Nadeau, Y. Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003, Section 4.
 """
@@ -29,18 +30,18 @@ from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, half_width
 Name = TypeVar("Name", bound=Hashable)
 
 FAMILY_ERROR_LEVEL = 0.05
-"""Maximum probability of any false claim in a family."""
+"""Maximum probability that any claim in a family is false."""
 MODERATED_LEVEL = 0.025
 """Nominal level for a family of moderated tests. At a nominal level of 5 %, moderated tests reject 7.0 % of the true
 null hypotheses that were created by flipping signs in the recorded map (19 of 270). If methods collapse with some
 seeds, the distribution has heavier tails than the prior assumes. At a nominal level of 2.5 %, they reject 2.6 % of all
-these null hypotheses, and 3 of the 60 in the four setups in which methods collapse."""
+these null hypotheses. In the four setups in which methods collapse, they reject 3 of 60."""
 
 
 class PairVerdict(StrEnum):
     """Verdicts on the comparison of two methods.
 
-    If a comparison is not tested, `untested_reason` returns the reason.
+    If a comparison is not tested, `untested_reason` returns the reason why.
     """
 
     BETTER = "better"
@@ -72,21 +73,21 @@ class TestedDifference(NamedTuple):
 
     @property
     def testable(self) -> bool:
-        """True if there are enough seeds for a test."""
+        """True if the number of seeds is sufficient for a test."""
         return self.seeds >= MIN_SEEDS
 
     def __neg__(self) -> TestedDifference:
-        """Return the comparison with the two methods exchanged."""
+        """Return the same comparison with the two methods exchanged."""
         return self._replace(mean=-self.mean)
 
 
 def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: float | None = None) -> PairVerdict:
-    """Return the verdict on a comparison, based on the interval that is printed.
+    """Return the verdict on a comparison, which is based on the interval that is printed.
 
     Args:
         comparison: difference of the first value minus the second value. None if both rows describe the same models.
         higher: True if higher values are better.
-        margin: largest difference that does not matter in practice, in the units of the comparison, above 0. None: no
+        margin: largest difference that is irrelevant in practice, in the units of the comparison, above 0. If None, no
             comparison is called equivalent.
 
     >>> pair_verdict(TestedDifference(0.5, 1.0, 0.4, 0.4, False, 5), higher=True, margin=2.0)
@@ -103,14 +104,14 @@ def pair_verdict(comparison: TestedDifference | None, *, higher: bool, margin: f
 
 
 def untested_reason(comparison: TestedDifference | None) -> str:
-    """Return the reason why a comparison is not tested. The text is empty if it is tested."""
+    """Return the reason why a comparison is not tested. The text is empty if the comparison is tested."""
     if comparison is None:
         return "same models"
     return "" if comparison.testable else "fewer than five seeds"
 
 
 def scope(ratio: float) -> str:
-    """Return the sentence that states which samples a verdict applies to.
+    """Return the sentence that states to which samples a verdict applies.
 
     The scope depends on ``ratio``, as in `family`.
     """
@@ -122,13 +123,13 @@ def scope(ratio: float) -> str:
 def differences(one: Estimate, other: Estimate, *, log: bool = False) -> dict[int, float]:
     """Return the difference between two metrics for each common seed.
 
-    If both metrics repeat their values for some seeds, only the first of these seeds is included.
+    If both metrics only repeat the values of an earlier seed for some seeds, only the first of these seeds is included.
 
     Args:
-        one: metric from which the other is subtracted.
+        one: metric from which the other metric is subtracted.
         other: metric that is subtracted.
         log: True to return the logarithm of the ratio instead of the difference. The logarithm is 0 if both values are
-            0. The logarithm is infinite if only one of the values is 0.
+            0. The logarithm is infinite if only one of the two values is 0.
 
     >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
     {1: 3.0}
@@ -157,10 +158,10 @@ def family(
     """Test all differences of a family.
 
     Args:
-        members: differences keyed by seed, keyed by the name of the comparison.
+        members: differences per seed, grouped by the name of the comparison.
         ratio: number of test samples per training sample, for all members or keyed by name, if every seed splits the
             same samples in a new way. 0: no correction is made, and the verdicts apply to these samples.
-        moderate: True to shrink the variances of the members towards a common variance (`fit_prior`) and test at
+        moderate: True to shrink the variances of the members toward a common variance (`fit_prior`) and test at
             `MODERATED_LEVEL`.
     """
     values = {name: np.array([*by_seed.values()]) for name, by_seed in members.items()}
@@ -191,7 +192,7 @@ def family(
 def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
     """Fit the common prior for the variances of differences over seeds.
 
-    The result is None if too few members contain differences other than 0.
+    The result is None if too few members contain nonzero differences.
     """
     varied = [one for one in members if np.any(one) and np.isfinite(one).all()]
     return fit_prior([float(one.var(ddof=1)) for one in varied], [len(one) - 1 for one in varied])
@@ -200,7 +201,7 @@ def prior_of(members: Sequence[np.ndarray]) -> Prior | None:
 def _p_value(values: np.ndarray, wider: float, prior: Prior | None) -> float:
     """Return the two-sided p-value for the mean of ``values [k]``.
 
-    Without a prior, values that are all equal have p = 0, or p = 1 if they are all 0.
+    Without a prior, p is 0 if all values are equal, or 1 if they are all 0.
     """
     if values.max() == values.min() and (prior is None or not values[0] or math.isinf(values[0])):
         return 0.0 if values[0] else 1.0

@@ -50,12 +50,12 @@ class Gain(NamedTuple):
         site: name of the site or of the mean.
         samples: number of training samples with each seed. The tuple is empty if the numbers were not recorded.
         events: number of training samples of the second class with each seed. The tuple is empty unless the task has
-            two classes.
+            exactly two classes.
         alone: result of the site's local model, keyed by seed.
         together: result of the federated method, keyed by seed.
-        comparison: result of the federated method minus that of the local model, with the sign chosen so that a
+        comparison: result of the federated method minus the result of the local model. The sign is chosen so that a
             positive value favors the federated method. All lines of the table form one family of tests.
-        reason: sentence that states why there is no gain. The sentence is empty if there is a gain.
+        reason: sentence that states why there is no gain. If there is a gain, the sentence is empty.
     """
 
     site: str
@@ -68,7 +68,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict on the federated method compared with the local model."""
+        """Verdict on the federated method in comparison with the local model."""
         return pair_verdict(self.comparison, higher=True)
 
     @property
@@ -79,11 +79,11 @@ class Gain(NamedTuple):
 
 
 class SiteGains(NamedTuple):
-    """Table of the gains at all sites of a run.
+    """Table of the gains at all sites in a run.
 
     Attributes:
-        run: label of the run. The label is empty if there is only one run.
-        metric: name of the leading metric.
+        run: label of the run. If there is only one run, the label is empty.
+        metric: name of the primary metric.
         alone: row of the method that trains local models.
         together: row of the federated method with the best mean.
         lines: one line per site, followed by the means over sites.
@@ -100,9 +100,9 @@ def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
     """Return a table for each run that has few sites, a method that trains local models, and a federated method.
 
     Args:
-        runs: runs that the rows belong to.
+        runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
-        lead: metric that is compared.
+        lead: metric by which the models are compared.
     """
     tables = (_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run))
     return [table for table in tables if table is not None]
@@ -144,7 +144,7 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
 
     Args:
         rows: one row of each method.
-        lead: metric that is compared.
+        lead: metric by which the models are compared.
     """
     return best_row([row for row in rows if row.algorithm and row.role not in ("alone", "pooled")], lead)
 
@@ -166,16 +166,16 @@ def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
 
 
 def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
-    """Return the values of one client, given its index, for all seeds."""
+    """Return the values of one client, which is given by its index, for all seeds."""
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
 def _means(
     run: Run, alone: dict[int, Numbers], together: dict[int, Numbers], *, weigh: bool
 ) -> tuple[Estimate, Estimate]:
-    """Return both means over the sites that have both results, for each seed.
+    """For each seed, return both means over the sites that have both results.
 
-    The means may be weighted by training samples.
+    The means may be weighted by the numbers of training samples.
     """
     means: tuple[dict[int, float], dict[int, float]] = {}, {}
     for seed in alone.keys() & together.keys():
@@ -224,7 +224,7 @@ def _reason(
 
 
 def _span(values: tuple[int, ...]) -> str:
-    """Return text with the smallest and the largest of several counts.
+    """Return text that gives the smallest and the largest of several counts.
 
     >>> _span((16, 17, 16)), _span((1, 1)), _span(())
     ('16 to 17', '1', '–')
@@ -234,7 +234,7 @@ def _span(values: tuple[int, ...]) -> str:
 
 
 def gains_csv(tables: Sequence[SiteGains]) -> str:
-    """Render the gains as CSV, neither rounded nor scaled. Values that are unknown are left empty."""
+    """Return the gains as CSV, neither rounded nor scaled. Unknown values are left empty."""
     records = [_record(table, line) for table in tables for line in table.lines]
     return csv_of(list(records[0]), records) if records else ""
 
@@ -275,7 +275,7 @@ def _heads(table: SiteGains) -> list[str]:
 
 
 def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
-    """Render the two results and the gain, each with the half-width of its interval."""
+    """Format the two results and the gain, each with the half-width of its interval."""
     scale = figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
     gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (UNKNOWN_DASH, "")
@@ -288,9 +288,9 @@ def _words(table: SiteGains, line: Gain) -> list[str]:
 
 
 def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
-    """Render the gains as LaTeX, with one tabular per run (package booktabs).
+    """Render the gains as LaTeX, with one tabular environment per run (package booktabs).
 
-    Gains of sites at which the federated method is better are printed in bold.
+    If the federated method is better at a site, the gain at this site is printed in bold.
     """
     text = [BOOKTABS_LINE]
     for table in tables:

@@ -1,11 +1,11 @@
-"""Moderated t-tests, for many comparisons with few seeds each.
+"""Moderated t-tests for many comparisons, each with few seeds.
 
-Each variance is shrunk towards a variance that all comparisons have in common.
+Each variance is shrunk toward a variance that all comparisons have in common.
 
 With five seeds, a variance has four degrees of freedom, and in the first step of Holm's procedure over 56 methods, a t
-value of 12 is needed. Together, the variances of all methods in a setup show how large such a variance typically is.
-The typical variance s0^2 is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d degrees
-of freedom is replaced by (d0 s0^2 + d s^2) / (d0 + d), and its t-test uses d0 + d degrees of freedom.
+value of 12 is needed. Taken together, the variances of all methods in a setup show how large such a variance typically
+is. The typical variance s0^2 is given the weight of d0 degrees of freedom. The variance s^2 of a comparison with d
+degrees of freedom is replaced by (d0 s0^2 + d s^2) / (d0 + d), and its t-test uses d0 + d degrees of freedom.
 
 Reference: G. K. Smyth, "Linear Models and Empirical Bayes Methods for Assessing Differential Expression in Microarray
 Experiments", Stat. Appl. Genet. Mol. Biol. 3, 2004, Sections 3 and 6.2, as implemented by limma's ``squeezeVar``.
@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 LEAST_SHARE = 1e-5
-"""Minimum variance that is used in the fit, as a fraction of the median variance, as in limma. Without it, the
-logarithm of a variance near 0 would dominate the fit."""
+"""Minimum variance that is used in the fit, as a fraction of the median variance, as in limma. Without this minimum,
+the logarithm of a variance near 0 would dominate the fit."""
 MOST_SEEDS = 10_000
-"""Maximum number of seeds that is considered in a plan."""
+"""Maximum number of seeds that a plan considers."""
 
 
 class Prior(NamedTuple):
@@ -31,9 +31,9 @@ class Prior(NamedTuple):
 
     Attributes:
         variance: s0^2, in the squared units of the values, above 0.
-        degrees: d0, the number of degrees of freedom that the prior is worth, from 0 to infinity.
-        most: sum of the residual degrees of freedom of all variances. A shrunken variance cannot have more degrees of
-            freedom than this.
+        degrees: d0, the number of degrees of freedom to which the prior is equivalent, from 0 to infinity.
+        most: sum of the residual degrees of freedom of all variances. The degrees of freedom of a shrunken variance
+            cannot exceed this number.
     """
 
     variance: float
@@ -49,9 +49,9 @@ class Prior(NamedTuple):
 
 
 def fit_prior(variances: Sequence[float], degrees: Sequence[int]) -> Prior | None:
-    """Fit the prior of variances by the moments of their logarithms (Smyth, Section 6.2).
+    """Fit the prior of the variances by the moments of their logarithms (Smyth, Section 6.2).
 
-    The result is None for fewer than three variances, or if all of them are 0.
+    If there are fewer than three variances, or if all of them are 0, the result is None.
 
     Args:
         variances: variance s^2 of every comparison.
@@ -86,13 +86,13 @@ def _inverse_trigamma(y: float) -> float:
 
 
 def seeds_for(difference: float, prior: Prior, level: float, power: float) -> int:
-    """Return the number of seeds with which a difference would be significant with a given probability.
+    """Return the number of seeds with which a difference would be significant with the given probability.
 
-    The variance over seeds is taken to be that of the prior. The result is at most `MOST_SEEDS`.
+    The variance over seeds is assumed to be the variance of the prior. The result is at most `MOST_SEEDS`.
 
     Args:
         difference: size of the difference to detect, above 0.
-        prior: prior of the variances. The plan does not use any observed difference.
+        prior: prior of the variances. The plan does not depend on any observed difference.
         level: significance level of the two-sided test.
         power: required probability of detecting the difference, below 1.
     """

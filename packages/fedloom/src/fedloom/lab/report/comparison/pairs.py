@@ -1,4 +1,4 @@
-"""Comparison of each method with a baseline: differences, intervals and p-values, as CSV, LaTeX and HTML."""
+"""Comparison of each method with a baseline: differences, confidence intervals and p-values, as CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Pair(NamedTuple):
         row: row of the method.
         reference: row of the baseline.
         figure: name of the metric that is compared, a key of ``Row.figures``.
-        comparison: metric of the method minus that of the baseline, or the logarithm of their ratio for metrics that
-            are compared as ratios (`is_ratio`). All methods form one family of tests. None if both rows describe the
-            same models.
-        margin: largest difference that does not matter in practice, in the units of the comparison. None if no margin
-            was given.
-        ratio: number of test samples per training sample by which the test is corrected (see `family`).
+        comparison: metric of the method minus the metric of the baseline. For metrics that are compared as ratios
+            (`is_ratio`), it is the logarithm of the ratio. All methods form one family of tests. None if both rows
+            describe the same models.
+        margin: largest difference that does not matter in practice, in the units of the comparison. None if a margin
+            was not given.
+        ratio: number of test samples per training sample, which is used to correct the test (see `family`).
     """
 
     row: Row
@@ -56,22 +56,22 @@ class Pair(NamedTuple):
 
     @property
     def verdict(self) -> PairVerdict:
-        """Verdict on the method compared with the baseline."""
+        """Verdict on the method in comparison with the baseline."""
         return pair_verdict(self.comparison, higher=bool(figure(self.figure).higher), margin=self.margin)
 
     @property
     def reason(self) -> str:
-        """Reason why the difference is not tested. The reason is empty if the difference is tested."""
+        """Reason why the difference is not tested. If the difference is tested, the reason is empty."""
         return untested_reason(self.comparison)
 
     @property
     def words(self) -> str:
-        """Verdict, followed by the reason if the difference is not tested and by a remark if runs have no result."""
+        """Verdict, followed by the reason if the difference was not tested and a remark if runs have no result."""
         reason = f" ({self.reason})" if self.reason else ""
         return ", ".join(filter(None, (f"{self.verdict}{reason}", self.row.remark)))
 
     def record(self) -> dict[str, Any]:
-        """Return the comparison as plain values, neither rounded nor scaled. Missing values are None."""
+        """Return the comparison as plain values, neither rounded nor scaled. Missing values become None."""
         comparison = self.comparison
         half = comparison.half if comparison and math.isfinite(comparison.mean) else math.nan  # of a ratio to 0
         numbers = {
@@ -93,22 +93,22 @@ def pairs(
     runs: list[Run], rows: list[Row], baseline: str | None, models: Models = "best-on-validation",
     name: str | None = None, margin: float | None = None,
 ) -> list[Pair]:  # fmt: skip
-    """Compare each method with a baseline, and return the comparisons with the best method first.
+    """Compare each method with a baseline, and return the comparisons, sorted from the best method to the worst.
 
     Runs with different data or attacks form separate families of tests.
 
     Args:
-        runs: runs that the rows belong to.
+        runs: runs to which the rows belong.
         rows: rows of the results table, one for each model of each method.
         baseline: label of the baseline, such as ``local``. If there are several runs, it may also name a method of one
             run, such as ``local · run``. None: the default baseline of each group of runs is used (see `reference`),
-            and groups without one are left out.
-        models: which of a method's models is compared.
-        name: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. None: the leading
+            and groups without a default baseline are omitted.
+        models: which of a method's models to compare.
+        name: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the primary
             metric is compared.
-        margin: largest difference that does not matter in practice, in the units of the metric (0.01 is one percentage
+        margin: largest difference that is irrelevant in practice, in the units of the metric (0.01 is one percentage
             point of accuracy). For metrics that are compared as ratios, the margin is the logarithm of the largest
-            ratio that does not matter. None: no methods are called equivalent.
+            ratio that is irrelevant in practice. If None, no methods are called equivalent.
 
     Raises:
         ConfigError: the method does not exist, or no row has the metric.
@@ -159,7 +159,7 @@ def checked_margin(margin: object) -> float | None:
 
 
 def pairs_csv(comparisons: Sequence[Pair]) -> str:
-    """Render the comparisons as CSV. Values that are unknown are left empty."""
+    """Render the comparisons as CSV. Unknown values are left empty."""
     records = [pair.record() for pair in comparisons]
     return csv_of(list(records[0]), records) if records else ""
 
@@ -207,7 +207,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
 
 
 def _numbers(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]:
-    """Render the mean and the difference, each with the half-width of its interval, the p-value, and Holm's p-value."""
+    """Format the mean and the difference, each with the half-width of its interval, the p-value, and Holm's p-value."""
     one = pair.comparison
     mean = cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:

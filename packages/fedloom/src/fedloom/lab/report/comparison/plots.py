@@ -21,13 +21,13 @@ from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
 from fedloom.lab.report.run import Run
 
 Blocks = Literal["seeds", "clients"]
-"""Kind of block within which methods are ranked against each other."""
+"""Unit (seed or client) within which methods are ranked against each other."""
 MIN_RANKED_METHODS, MIN_RANKED_BLOCKS = 3, 5
 RANK_LEVEL = 0.05
 
 
 class MethodNames:
-    """Names under which methods appear in a figure.
+    """Names by which methods are labeled in a figure.
 
     Args:
         rows: rows of the results table that the figure may show.
@@ -60,7 +60,7 @@ class MethodNames:
 
     @property
     def order(self) -> list[str]:
-        """Names of the drawn methods in order, without duplicates."""
+        """Names of the drawn methods in the order of the figure, without duplicates."""
         return list(dict.fromkeys(self._names.values()))
 
 
@@ -72,7 +72,7 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
     """Build a chart with the learning curves of all methods in one panel, with 95 % intervals over seeds as bands.
 
     Raises:
-        ConfigError: the axis does not exist, or no method has recorded the metric along this axis.
+        ConfigError: the axis does not exist, or none of the methods has recorded the metric along this axis.
     """
     if x not in CURVE_AXES:
         raise unknown("axis", x, CURVE_AXES, "curves: x")
@@ -123,7 +123,7 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
 
 
 def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
-    """Rank the methods within each block for which all methods have a result. Return the ranks ``[blocks, methods]``.
+    """Rank the methods within each block in which all methods have a result. Return the ranks ``[blocks, methods]``.
 
     The best method has rank 1.
 
@@ -163,7 +163,7 @@ def critical_difference(methods: int, blocks: int) -> float:
 
 
 def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
-    """Build a critical-difference diagram: mean ranks, with bars that join methods the test does not distinguish."""
+    """Build a critical-difference diagram: mean ranks, with bars between methods that the test does not distinguish."""
     ranks = ranks_of(runs, labels, name, blocks)
     mean, limit = ranks.mean(0), critical_difference(ranks.shape[1], len(ranks))
     order = np.argsort(mean, kind="stable")

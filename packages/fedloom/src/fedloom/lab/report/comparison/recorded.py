@@ -38,11 +38,11 @@ class RecordedComparison:
     Args:
         folder: path of the run directory.
         baseline: label of the method against which all other methods are tested. None: the baseline is the first method
-            that trains alone, or else FedAvg, or else the first method.
+            that trains without federation, or else FedAvg, or else the first method.
         compare_model: which of a method's models is compared (see `fedloom.lab.report.comparison.contenders.Models`).
-        margin: largest difference of the leading metric that does not matter in practice, in the units of the metric
+        margin: largest difference in the primary metric that does not matter in practice, in the units of the metric
             (0.01 is one percentage point of accuracy). Methods are called equivalent if their difference lies within
-            the margin. None: no methods are called equivalent.
+            the margin. If None, no methods are called equivalent.
 
     Raises:
         RunDirError: the folder is not a run directory, or cannot be read.
@@ -77,9 +77,10 @@ class RecordedComparison:
         Return a table with the best method first.
 
         Args:
-            baseline: label of the method to test against. None: the baseline of the comparison.
-            figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. None: the leading
-                metric is compared.
+            baseline: label of the method against which the others are tested. None stands for the baseline of the
+                comparison.
+            figure: name of the metric that is compared, such as ``accuracy`` or ``accuracy/worst10``. If None, the
+                primary metric is compared.
             margin: largest difference in the metric that does not matter in practice. For a metric that is compared as
                 ratios, the margin is the logarithm of the largest ratio that does not matter.
 
@@ -101,15 +102,15 @@ class RecordedComparison:
     def latex(self, columns: Sequence[str] | None = None) -> str:
         """Render the results as a LaTeX table for a paper.
 
-        The best method is in bold, and methods that are not significantly worse have a dagger.
+        The best method is in bold, and methods that are not significantly worse are marked with a dagger.
 
         Args:
-            columns: names of columns in `table`. None: up to six columns that suit the task are chosen.
+            columns: names of the columns in `table`. If None, up to six columns that suit the task are chosen.
         """
         return results_latex(self._runs, self._rows, columns, self.compare_model)
 
     def significance_latex(self, baseline: str | None = None) -> str:
-        """Render the result of `significance` as a LaTeX table for a paper.
+        """Render the result of `significance` as a LaTeX table that can be used in a paper.
 
         Raises:
             ConfigError: the method does not exist, or there is no second method.
@@ -122,7 +123,7 @@ class RecordedComparison:
         A folder next to it contains ``results`` and ``pairs`` as CSV and LaTeX files.
 
         Args:
-            out: path of the HTML file. None: the file is ``report.html`` in the folder of the comparison.
+            out: path of the HTML file. If None, the file is ``report.html`` in the folder of the comparison.
 
         Returns:
             The path of the HTML file.
@@ -141,7 +142,7 @@ class RecordedComparison:
         """Draw the mean of every method with its 95 % interval over seeds, and a dot for every seed.
 
         Args:
-            name: name of the metric. None: the leading metric is drawn.
+            name: name of the metric. None: the primary metric of the task is drawn.
 
         Raises:
             ConfigError: the metric does not exist.
@@ -167,7 +168,7 @@ class RecordedComparison:
         The chart's ``save`` method writes PDF, SVG and PNG files: ``comparison.curves().save("curves.pdf")``.
 
         Args:
-            name: name of the metric. None: the leading metric is drawn.
+            name: name of the metric. None: the primary metric of the task is drawn.
             x: horizontal axis: ``round``, ``bytes``, ``samples_backward``, ``seconds`` or ``simulated_seconds``.
             width: width of the panel, in pixels.
             height: height of the panel, in pixels.
@@ -188,12 +189,13 @@ class RecordedComparison:
         height: int | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> LayerChart:
-        """Draw the mean of every client over seeds with its 95 % interval, as one dot per method.
+        """Draw each client's mean over seeds and its 95 % interval, with one dot per method.
 
         Args:
-            name: name of the metric. None: the leading metric is drawn.
+            name: name of the metric. None: the primary metric of the task is drawn.
             width: width of the panel in pixels.
-            height: height of the panel in pixels. None: the height is chosen to suit the number of clients and methods.
+            height: height of the panel in pixels. If None, the height is chosen to suit the number of clients and
+                methods.
             labels: names to show in the figure, as in `curves`.
 
         Raises:
@@ -214,12 +216,12 @@ class RecordedComparison:
         """Draw the methods' mean ranks, with a bar over methods that Nemenyi's test does not distinguish at level 0.05.
 
         Args:
-            name: name of the metric. None: the methods are ranked by the leading metric.
-            over: blocks within which the methods are ranked: seeds, or clients (with their means over seeds). The
-                clients of a run are not independent, so differences between ranks over clients appear more certain than
-                they are.
+            name: name of the metric. If None, the methods are ranked by the primary metric.
+            over: "seeds" or "clients" (with their means over seeds): the blocks within which methods are ranked. The
+                clients of a run are not independent, so differences between ranks over clients appear to be more
+                certain than they are.
             width: width of the panel, in pixels.
-            height: height of the panel, in pixels. None: the height is chosen to suit the number of methods.
+            height: height of the panel, in pixels. If None, the height is chosen to suit the number of methods.
             labels: names to show in the figure, as in `curves`.
 
         Raises:
