@@ -18,6 +18,7 @@ from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.seeds import generator
+from fedloom.tasks.chosen import labels
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
@@ -44,6 +45,12 @@ UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
 SUMMED_MODELS = ("global", "personal")
 """Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
 its scores and of the global model's scores would be of the sites alone that use their personal model."""
+MIN_CLASS_SAMPLES = 5
+"""Minimum number of a site's samples of a class for which metrics of this class are summed.
+
+The recall of a class with a single sample is 0 or 1. A sum over sites of different sizes, which weights each recall by
+the size of its site, would then show the recall at every site.
+"""
 PROBE_DISTANCE = 2.0
 """Amount by which the artificial outputs that probe a site's metrics are shifted toward one prediction. The outputs
 themselves vary by less than 1."""
@@ -188,13 +195,14 @@ class ScoreVector:
         """Return, as bits, which of the `figures` a site's samples define for any model's predictions.
 
         Two artificial outputs are scored, one that predicts only the first class and one that predicts only the last
-        class: AUROC needs both classes, and the recall of a class needs a sample of this class. The precision of a
-        class depends on the predictions, so samples alone never define it.
+        class: AUROC needs both classes. A metric of one class needs `MIN_CLASS_SAMPLES` samples of this class. The
+        precision of a class depends on the predictions, so samples alone never define it.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
         for part in self._parts:
             index, _ = job.eval_fed.gather(part, torch.tensor([client]))
             targets, owner = job.eval_fed.targets(index), torch.zeros(len(index), dtype=torch.long)
+            rare = _find_rare_classes(targets, task)
             draws = generator(0, purpose="definable")
             first = torch.rand(len(targets), task.outputs, generator=draws, dtype=torch.float64)
             last = first.clone()
@@ -202,7 +210,7 @@ class ScoreVector:
             last[:, -1] += PROBE_DISTANCE
             probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
             for k, (where, name) in enumerate(self.figures):
-                is_summed = where == part and name not in UNSUMMED_SCORES
+                is_summed = where == part and name not in UNSUMMED_SCORES and not name.endswith(rare)
                 bits |= (is_summed and all(name in probe and bool(probe[name].isfinite()) for probe in probes)) << k
         return bits
 
@@ -268,3 +276,15 @@ class ScoreVector:
 
     def _samples(self, part: str, sizes: Sequence[int]) -> int:
         return sizes[DATA_PARTS.index(part)] if part in DATA_PARTS else sizes[0]
+
+
+def _find_rare_classes(targets: Tensor, task: Any) -> tuple[str, ...]:
+    """Return the endings of the names of metrics of classes with fewer than `MIN_CLASS_SAMPLES` samples.
+
+    Args:
+        targets: classes ``[n]``, with -1 for none, or labels ``[n, c]``.
+        task: task of the run.
+    """
+    names = labels(getattr(task, "classes", ()))
+    counts = targets[targets >= 0].long().bincount(minlength=len(names)) if targets.dim() == 1 else (targets > 0).sum(0)
+    return tuple(f"[{name}]" for name, count in zip(names, counts.tolist(), strict=False) if count < MIN_CLASS_SAMPLES)
