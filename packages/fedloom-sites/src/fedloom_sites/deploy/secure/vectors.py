@@ -18,7 +18,6 @@ from fedloom.engine.clients.uploads import KeptField, fields_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.seeds import generator
-from fedloom.tasks.chosen import labels
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
@@ -202,13 +201,13 @@ class ScoreVector:
         for part in self._parts:
             index, _ = job.eval_fed.gather(part, torch.tensor([client]))
             targets, owner = job.eval_fed.targets(index), torch.zeros(len(index), dtype=torch.long)
-            rare = _find_rare_classes(targets, task)
             draws = generator(0, purpose="definable")
             first = torch.rand(len(targets), task.outputs, generator=draws, dtype=torch.float64)
             last = first.clone()
             first[:, 0] += PROBE_DISTANCE if task.outputs > 1 else -PROBE_DISTANCE
             last[:, -1] += PROBE_DISTANCE
             probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
+            rare = _find_rare_classes(targets, [*probes[0]])
             for k, (where, name) in enumerate(self.figures):
                 is_summed = where == part and name not in UNSUMMED_SCORES and not name.endswith(rare)
                 bits |= (is_summed and all(name in probe and bool(probe[name].isfinite()) for probe in probes)) << k
@@ -278,13 +277,16 @@ class ScoreVector:
         return sizes[DATA_PARTS.index(part)] if part in DATA_PARTS else sizes[0]
 
 
-def _find_rare_classes(targets: Tensor, task: Any) -> tuple[str, ...]:
+def _find_rare_classes(targets: Tensor, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return the endings of the names of metrics of classes with fewer than `MIN_CLASS_SAMPLES` samples.
 
     Args:
         targets: classes ``[n]``, with -1 for none, or labels ``[n, c]``.
-        task: task of the run.
+        metrics: names of all metrics. Metrics of one class, such as recall[ill], are in the order of the classes.
     """
-    names = labels(getattr(task, "classes", ()))
-    counts = targets[targets >= 0].long().bincount(minlength=len(names)) if targets.dim() == 1 else (targets > 0).sum(0)
-    return tuple(f"[{name}]" for name, count in zip(names, counts.tolist(), strict=False) if count < MIN_CLASS_SAMPLES)
+    endings = [*dict.fromkeys(name[name.index("[") :] for name in metrics if "[" in name)]
+    if not endings:
+        return ()
+    classes = targets[targets >= 0].long()
+    counts = classes.bincount(minlength=len(endings)) if targets.dim() == 1 else (targets > 0).sum(0)
+    return tuple(e for e, count in zip(endings, counts.tolist(), strict=False) if count < MIN_CLASS_SAMPLES)
