@@ -12,10 +12,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import typer.testing
 from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, Phase, settings
 
@@ -156,10 +158,22 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _no_sync() -> Iterator[None]:
-    """No test cuts the power, and the order of what is written is watched above `os.fsync`."""
+def _no_repeated_work() -> Iterator[None]:
+    """Files are not forced to the disk, commands are built once, and statsmodels collects no garbage.
+
+    No test cuts the power, and the order of what is written is watched above `os.fsync`. Typer's runner builds all
+    commands at every call. `multipletests` collects garbage at every call, which takes seconds late in a long run.
+    """
+    collect = gc.collect
+
+    def collect_for_others(generation: int = 2) -> int:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return 0 if caller.startswith("statsmodels.") else collect(generation)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _fd: None)
+        patch.setattr(gc, "collect", collect_for_others)
+        patch.setattr(typer.testing, "_get_command", cache(typer.testing._get_command))
         yield
 
 

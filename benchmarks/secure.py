@@ -1,6 +1,7 @@
 """Secure aggregation: what a round costs more than a plain one, and the bytes and seconds of the protocol alone.
 
     python benchmarks/secure.py [--sites 5 9] [--d 10000 1000000] [--pairs 5] [--rounds 4]
+    python benchmarks/secure.py --verify [--sites 5] [--d 10000 1000000] [--pairs 3]
     python benchmarks/secure.py --protocol [--sites 5 20 100] [--d 100000] [--lost 0.1]
     python benchmarks/secure.py --protections [--sites 5 9] [--d 10000 1000000]
 
@@ -8,10 +9,13 @@ The first form plays whole deployments in this process, the server and every sit
 messages that are written to bytes and read back. Processor seconds of a round are those of the server and all sites;
 the first round, which has the greetings, is left out. A figure is the median over pairs, with the least and the most.
 
-The second has neither training nor messages. The threshold is the default one; a share of the sites drop out after the
+With --verify, the pairs are runs under masks whose sites do not verify the server and runs whose sites do. The last
+column is the time in which one site opens the sum of a round and replays the server's step.
+
+The next has neither training nor messages. The threshold is the default one; a share of the sites drop out after the
 shares, so that the server restores their masking keys. A site's seconds are the mean over sites.
 
-The third times each operation of the protections against a dishonest server and bad sites alone, and multiplies by how
+The last times each operation of the protections against a dishonest server and bad sites alone, and multiplies by how
 many there are in a round.
 """
 
@@ -38,6 +42,7 @@ from flwr.common.serde import message_to_proto
 
 from fedloom.errors import Stop
 from fedloom_sites.deploy.audit import Audit
+from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure import integers, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums
@@ -52,15 +57,23 @@ MLP = 75
 
 
 class Round(NamedTuple):
-    """Processor seconds and bytes of a round of a deployment, of the server and all sites."""
+    """Processor seconds and bytes of a round of a deployment, of the server and all sites, and seconds of a replay."""
 
     seconds: float
     bytes: float
+    replay: float = 0.0
 
 
-def deployed(masked: bool, sites: int, d: int, rounds: int) -> Round:
+def deployed(masked: bool, sites: int, d: int, rounds: int, *, verify: bool = False) -> Round:
     """Median of the rounds of one deployment."""
     sent, ends, wire = [0], list[tuple[float, int]](), grid.wire
+    replays, add = list[float](), ModelReplay.add
+
+    def timed(*parts: Any) -> bytes:
+        start = time.process_time()
+        link = add(*parts)
+        replays.append(time.process_time() - start)
+        return link
 
     def counted(message: Message) -> Message:
         sent[0] += len(message_to_proto(message).SerializeToString())
@@ -79,20 +92,21 @@ def deployed(masked: bool, sites: int, d: int, rounds: int) -> Round:
     }
     with tempfile.TemporaryDirectory() as folder:
         threshold: dict[str, Any] = {"threshold": secure.safe_threshold(sites)} if masked else {}
+        threshold |= {"agreed": {"verify": True}} if verify else {}
         here = (secured if masked else scene)(Path(folder), "fedavg", **threshold, **changes)
-        grid.wire = counted
+        grid.wire, ModelReplay.add = counted, timed  # type: ignore[method-assign]
         try:
             assert serve(here.grid(), here.server.with_(deadline=600.0, ttl=600.0), note) is Stop.DONE
         finally:
-            grid.wire = wire
+            grid.wire, ModelReplay.add = wire, add  # type: ignore[method-assign]
     costs = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends)]
-    return Round(*(median(numbers) for numbers in zip(*costs, strict=True)))
+    return Round(*(median(numbers) for numbers in zip(*costs, strict=True)), median(replays or [0.0]))
 
 
-def compared(sites: int, d: int, pairs: int, rounds: int) -> str:
-    """A line of rounds with and without masks."""
+def compared(sites: int, d: int, pairs: int, rounds: int, *, verify: bool = False) -> str:
+    """A line of rounds with and without masks, or under masks with and without sites that verify the server."""
     plain, masked = [list(both) for both in zip(*(
-        (deployed(False, sites, d, rounds), deployed(True, sites, d, rounds)) for _ in range(pairs)
+        (deployed(verify, sites, d, rounds), deployed(True, sites, d, rounds, verify=verify)) for _ in range(pairs)
     ), strict=True)]  # fmt: skip
 
     def spread(numbers: list[float], digits: int = 3) -> str:
@@ -101,7 +115,8 @@ def compared(sites: int, d: int, pairs: int, rounds: int) -> str:
     ratio = [m.seconds / p.seconds for p, m in zip(plain, masked, strict=True)]
     size = f"{plain[0].bytes / 1e6:9.3f} {masked[0].bytes / 1e6:9.3f}"
     seconds = f"{spread([p.seconds for p in plain]):>21} {spread([m.seconds for m in masked]):>21}"
-    return f"{sites:5} {d:9,} | {size} | {seconds} | {spread(ratio, 2)}"
+    replay = f" | {median([m.replay for m in masked]):.3f}" if verify else ""
+    return f"{sites:5} {d:9,} | {size} | {seconds} | {spread(ratio, 2)}{replay}"
 
 
 def main() -> None:
@@ -110,6 +125,7 @@ def main() -> None:
     parser.add_argument("--d", type=int, nargs="+", help="numbers of an upload")
     parser.add_argument("--pairs", type=int, default=5, help="deployments of each kind")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of a deployment, with the first")
+    parser.add_argument("--verify", action="store_true", help="masked rounds, without and with sites that verify")
     parser.add_argument("--protocol", action="store_true", help="the protocol alone, without training and messages")
     parser.add_argument("--protections", action="store_true", help="operations of the protections, each timed alone")
     parser.add_argument("--lost", type=float, default=0.1, help="share of the sites that drop out after the shares")
@@ -128,10 +144,12 @@ def main() -> None:
                     print(f"{1e3 * seconds:7.1f}  {what}", flush=True)
         return
     print(f"a round of the server and all sites: median of {given.pairs} pairs (least-most)")
-    print(f"sites {'d':>9} | {'MB plain':>9} {'MB masked':>9} | {'s plain':>21} {'s masked':>21} | masked / plain")
+    one, other = ("masked", "verified") if given.verify else ("plain", "masked")
+    seconds = f"{f's {one}':>21} {f's {other}':>21} | {other} / {one}"
+    print(f"sites {'d':>9} | {f'MB {one}':>9} {f'MB {other}':>9} | {seconds}{' | replay s' if given.verify else ''}")
     for d in given.d or [10_000, 1_000_000]:
         for n in given.sites or [5, 9]:
-            print(compared(n, d, given.pairs, given.rounds), flush=True)
+            print(compared(n, d, given.pairs, given.rounds, verify=given.verify), flush=True)
 
 
 def row(n: int, d: int, lost: int) -> str:

@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,6 +63,7 @@ def sentences() -> Iterator[tuple[str, str]]:
                 yield from ((heading, one) for one in re.split(r"(?<=[.:;])\s+(?=\W*[A-Z`])", " ".join(block.split())))
 
 
+@cache
 def functions_of(file: str) -> set[str]:
     return {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
 

@@ -52,10 +52,12 @@ def tokens(text: str) -> list[str]:
     return [re.sub(r"(?<=\w\w\w)s$", "", word) for word in re.split(r"[^\w]+", text.lower()) if word]
 
 
-def first_pages(index: list[dict[str, str]], query: str, count: int = 3) -> list[str]:
+Entry = tuple[str, list[str], list[str]]
+"""A page, and the words of a title and of the text below it."""
+
+
+def first_pages(entries: list[Entry], query: str, count: int = 3) -> list[str]:
     """Return the first pages of a search: all words must occur, and titles weigh more (BM25 on both fields)."""
-    entries = [(e["location"].partition("#")[0], tokens(e["title"]), tokens(re.sub(r"<[^>]+>", " ", e["text"])))
-               for e in index]  # fmt: skip
     mean = {k: sum(len(entry[k]) for entry in entries) / len(entries) for k in (1, 2)}
     scores: dict[str, float] = defaultdict(float)
     total: dict[int, float] = defaultdict(float)
@@ -78,16 +80,17 @@ def first_pages(index: list[dict[str, str]], query: str, count: int = 3) -> list
 
 
 @pytest.fixture(scope="module")
-def index(site: Path) -> list[dict[str, str]]:
+def index(site: Path) -> list[Entry]:
     found: list[dict[str, str]] = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    return found
+    return [(e["location"].partition("#")[0], tokens(e["title"]), tokens(re.sub(r"<[^>]+>", " ", e["text"])))
+            for e in found]  # fmt: skip
 
 
 @pytest.mark.parametrize("query", TERMS)
-def test_a_search_finds_its_page(query: str, index: list[dict[str, str]]) -> None:
+def test_a_search_finds_its_page(query: str, index: list[Entry]) -> None:
     pages = first_pages(index, query)
     assert TERMS[query] & {*pages}, pages
 
 
-def test_a_word_of_no_page_finds_nothing(index: list[dict[str, str]]) -> None:
+def test_a_word_of_no_page_finds_nothing(index: list[Entry]) -> None:
     assert first_pages(index, "zzzyx") == []

@@ -6,6 +6,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,17 @@ EXPERIMENT: dict[str, Any] = {
     "rounds": 1, "seeds": [0], "data": {"source": "digits"}, "partition": {"kind": "iid", "clients": 3},
     "method": [{"algorithm": "fedavg"}], "tune": {"trials": 1, "space": {"fedavg": {"local.lr": [0.1, 0.2]}}},
 }  # fmt: skip
-FITTED = FederatedClassifier(rounds=1).fit(X, Y, groups=SITES)
+
+
+@cache
+def fitted() -> FederatedClassifier:
+    return FederatedClassifier(rounds=1).fit(X, Y, groups=SITES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fit_before_runs_are_stopped() -> None:
+    fitted()
+
 
 Face = tuple[Callable[..., object], dict[str, Any], list[str]]
 
@@ -78,7 +89,7 @@ def faces() -> dict[str, Face]:
         "tune": (lambda **keys: Tuning(EXPERIMENT | keys, "x.toml", Path("tune")), {}, [*EXPERIMENT]),
         "estimators": (lambda **keys: FederatedClassifier(**{"rounds": 1} | keys).fit(X, Y), {}, made),
         "fit": (FederatedClassifier(rounds=1).fit, {"X": X, "y": Y, "groups": SITES}, ["groups", "subjects"]),
-        "predict": (FITTED.predict, {"X": X, "groups": SITES}, ["groups"]),
+        "predict": (lambda **keys: fitted().predict(**keys), {"X": X, "groups": SITES}, ["groups"]),
     }  # fmt: skip
 
 

@@ -307,15 +307,15 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
         Refused: a number is not a possible number of clients, or a range has fewer clients than one of its halves.
     """
     possible = (reached >= 0) & (reached <= clients) & (reached == reached.round())
-    of = {r: float(count) for r, count in zip(ranges, reached.tolist(), strict=True)}
-    for low, high in ranges:
-        middle = (low + high) // 2
-        halves = [(low, middle), (middle, high)] if high - low > 1 else []
-        if not bool(possible.all()) or any(of[half] > of[low, high] for half in halves):
-            raise Refused(
-                f"`reached` in a question is not a sum of flags: the number for bins {low} to {high} "
-                "contradicts the numbers for its halves"
-            )
+    whole = [place for place, (low, high) in enumerate(ranges) if high - low > 1]
+    halves = reached[1:].view(-1, 2)  # of the same ranges in the same order
+    wrong = [whole[k] for k in (halves > reached[whole, None]).any(1).nonzero()[:, 0].tolist()]
+    if not bool(possible.all()) or wrong:
+        low, high = ranges[wrong[0] if possible.all() else 0]
+        raise Refused(
+            f"`reached` in a question is not a sum of flags: the number for bins {low} to {high} "
+            "contradicts the numbers for its halves"
+        )
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:

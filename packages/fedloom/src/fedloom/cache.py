@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def _folder() -> Path:
-    """Return the cache folder: FEDLOOM_CACHE if it is set, else ``fedloom`` below XDG_CACHE_HOME or ``~/.cache``."""
+    """Return the cache folder: FEDLOOM_CACHE if it is set, or else ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
     project_folder, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
     return Path(project_folder) if project_folder else Path(shared or Path.home() / ".cache") / "fedloom"
 
@@ -31,7 +31,7 @@ def find(name: str, key: str) -> str | None:
 
 
 def keep(name: str, key: str, text: str) -> None:
-    """Store text in the cache, replacing any earlier text with the same name.
+    """Store text in the cache, and replace any earlier text with the same name.
 
     If the folder is not writable, nothing is stored.
     """
@@ -50,11 +50,11 @@ def keep(name: str, key: str, text: str) -> None:
 
 
 def fingerprint(places: Iterable[Path]) -> str:
-    """Return a digest of the software versions and of the name, size and modification time of every file at some paths.
+    """Return a digest of the software versions and of each file's name, size and modification time under some paths.
 
     Args:
-        places: paths of files or folders. A folder stands for all files below it. A path that does not exist is treated
-            as an empty folder.
+        places: paths of files or folders. A folder stands for all files in it and in its subfolders. A path that does
+            not exist is treated as an empty folder.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place in places:
@@ -68,7 +68,7 @@ def fingerprint(places: Iterable[Path]) -> str:
 
 
 def _files(folder: Path) -> Iterable[str]:
-    """Return the files below a folder in a fixed order, except Python's bytecode files."""
+    """Return the files in a folder and its subfolders in a fixed order, except Python's bytecode files."""
     for name, folders, files in os.walk(folder):
         folders[:] = sorted(set(folders) - {"__pycache__"})
         yield from (os.path.join(name, file) for file in sorted(files))

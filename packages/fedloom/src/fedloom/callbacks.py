@@ -1,14 +1,14 @@
 """Callbacks: functions that `fedloom.simulate` calls with the run's state after every round.
 
-A callback is any function with the signature ``f(state)``. Callbacks must not change the state. If a callback returns a
-sentence, the run ends after this round, and the models of this round are still evaluated. The sentence is stored in
+A callback is any function with the signature ``f(state)``. Callbacks must not modify the state. If a callback returns a
+sentence, the run ends after this round, but the models of this round are still evaluated. The sentence is stored in
 `Result.detail`. A callback that raises `fedloom.errors.RunStopped` ends the run immediately. Any other `Exception` that
-a callback raises becomes a warning and a note in the result: the run continues and calls the callback again after the
+a callback raises becomes a warning and a note in the result. The run continues and calls the callback again after the
 next round.
 
 If a callback's decisions depend only on ``state.records``, a restart does not affect them, because every checkpoint
-contains the records of all rounds. Anything that a callback stores in itself is lost at a restart. If a callback ended
-a run, the run is regarded as complete: running it again gives the same result.
+contains the records of all rounds. Any data that a callback stores in itself are lost at a restart. If a callback ended
+a run, the run is considered complete: running it again gives the same result.
 
     history = fl.callbacks.History() fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
     history.table()
@@ -47,7 +47,7 @@ class VirtualTime(Value):
 class History:
     """Callback that collects a run's measurements while the run is in progress.
 
-    After a restart, the measurements made before the restart are included.
+    After a restart, measurements from before the restart are included.
 
     Args:
         show: function called with this history after every evaluation. In a notebook, use ``handle =
@@ -64,7 +64,7 @@ class History:
             self._show(self)
 
     def table(self) -> pa.Table:
-        """Return the measurements as a tidy table, like `fedloom.engine.result.Result.table`."""
+        """Return the measurements as a tidy table, in the same form as `fedloom.engine.result.Result.table`."""
         return self._records.table()
 
     def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:

@@ -1,6 +1,6 @@
 """Exceptions, and the reasons why a run ends.
 
-Every message says what happened, where, which value was given, and what to do.
+Every message states what happened, where it happened, which value was given, and what to do.
 
 FedloomError
 ├── ConfigError (ValueError)      a value, key, name or combination that cannot work
@@ -61,21 +61,21 @@ PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
 ESTIMATOR_KEYS = {"local.lr": "lr", "local.epochs": "epochs", "local.batch_size": "batch_size"}
 """Dotted keys of an experiment file, mapped to the arguments of the scikit-learn estimators that set them."""
 ESTIMATOR_ARGUMENTS = ("rounds", "model", "clients")
-"""Other arguments of the estimators whose name is also a key of an experiment file."""
+"""Other arguments of the estimators whose names are also keys of an experiment file."""
 QUOTE_CHARACTERS = "'\""
 COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
-"""Keys that can be set by a command-line flag as well as by ``--set``."""
+"""Keys that can be set both by a command-line flag and by ``--set``."""
 
 
 @contextmanager
 def entered(entrance: Entrance) -> Iterator[bool]:
-    """Adapt the wording of errors raised in the block to an entry point, and yield True if no other block surrounds it.
+    """Adapt the wording of errors raised in the block to an entry point. Yield True if no other block surrounds it.
 
-    The outermost entry point determines the wording. For example, if `compare` calls `simulate`, errors are worded for
-    `compare`.
+    The outermost entry point determines the wording. For example, if `compare` calls `simulate`, errors are worded so
+    that they refer to `compare`.
 
     Yields:
-        The yielded value is False in a nested block.
+        In a nested block, the yielded value is False.
     """
     if _current.get() is not None:
         yield False
@@ -101,7 +101,7 @@ def worded(text: str) -> str:
 
 
 def capitalize(text: str) -> str:
-    """Return text as the beginning of a sentence: the first word is capitalized unless it is a name or a key.
+    """Return text as the start of a sentence: the first word is capitalized unless it is a name or a key.
 
     >>> capitalize("set [local] lr"), capitalize("local.lr is too large"), capitalize("--out names a folder")
     ('Set [local] lr', 'local.lr is too large', '--out names a folder')
@@ -128,14 +128,14 @@ _COUNT_LEADS = (
     "per|plus|read|reads|received|rejected|reports|sent|since|so|state|than|that|the|their|then|these|they|through|to|"
     "took|until|up|used|uses|was|were|when|where|which|while|with|within|without"
 )
-"""Words before a count. A count after any other word may be part of a user's name, as in Week 1 visits."""
+"""Words before a count. A count after any other word may be part of a name that a user chose, as in Week 1 visits."""
 _ONE_THING = re.compile(
     r"(?<!\w)(?P<quote>['\"`]).*?(?P=quote)(?!\w)|"
     rf"(?P<lead>^|[:;,.=>|]\s|[(=>\n]|(?<![\w/\\.'\"-])(?i:{_COUNT_LEADS})\s)1 "
     rf"(?P<adjectives>(?:(?:{_COUNT_ADJECTIVES}) )*)(?:(?P<noun>{_COUNT_NOUNS})s|(?P<y>entr|categor)ies|"
     r"(?P<is>analys)es)\b(?![\w/\\-]|\.\w)(?P<verb> (?:are|have|were|do|need)\b)?"
 )
-"""Pattern of a quoted text, which is not changed, or of a count of one thing. Paths contain no such count."""
+"""Pattern of a quoted text, which remains unchanged, or of a count of one thing. Paths contain no such count."""
 _SINGULAR_VERBS = {" are": " is", " have": " has", " were": " was", " do": " does", " need": " needs"}
 
 
@@ -220,7 +220,7 @@ def _toml(value: str) -> str:
 
 
 def _options(value: str) -> str:
-    """Return the experiment-file lines of the table that describes a value, the name of a kind, or a dictionary."""
+    """Return lines of an experiment file with the table that describes a value, the name of a kind, or a dictionary."""
     options = ast.literal_eval(value) if value.startswith("{") else {"kind": ast.literal_eval(value)}
     return ", ".join(f"{key} = {_toml(repr(option))}" for key, option in options.items())
 
@@ -235,7 +235,7 @@ _KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = 
 
 
 class FedloomError(Exception):
-    """Base class of every error that fedloom raises on purpose."""
+    """Base class of all errors that fedloom raises intentionally."""
 
     def __str__(self) -> str:
         return write_singular(super().__str__())
@@ -246,8 +246,8 @@ class ConfigError(FedloomError, ValueError):
 
     Args:
         message: description of the problem, its location and the given value.
-        rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same at every entry point and in
-            every release. The id is empty for errors that are not raised by the checks before the first round.
+        rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same for every entry point and every
+            release. The id is empty for errors that are not raised by the checks before the first round.
         fix: advice that may contain keys in braces (see `worded`). The message ends with this advice, in the notation
             of the entry point.
     """
@@ -265,36 +265,36 @@ class ConfigError(FedloomError, ValueError):
         return error
 
     def placed(self, where: str) -> Self:
-        """Return the same error with its location at the front of the message."""
+        """Return the same error with its location at the start of the message."""
         error = copy(self)
         error.args = (f"{where}: {self}",)
         return error
 
 
 class Note(str):
-    """Note on data or a setting that also has the id of its check.
+    """Note on data or a setting that also contains the id of its check.
 
     Attributes:
-        rule: id of the check, such as ``"parts-share-rows"``. The id is the same at every entry point and release.
+        rule: id of the check, such as ``"parts-share-rows"``. The id is the same for all entry points and releases.
     """
 
     rule: str
 
     @classmethod
     def create(cls, text: str, rule: str) -> Note:
-        """Return a note with the id of its check."""
+        """Return a note that contains the id of its check."""
         note = cls(text)
         note.rule = rule
         return note
 
 
 def place_note(where: str, note: str) -> str:
-    """Return a note with its location in front. The id of its check is kept."""
+    """Return a note that starts with its location. The id of the check is retained."""
     return Note.create(f"{where}: {note}", note.rule) if isinstance(note, Note) else f"{where}: {note}"
 
 
 class InvalidValue(ConfigError):
-    """Invalid options of a value: unknown options, options of the wrong type, or options out of range.
+    """Invalid options of a value: options that are unknown, of the wrong type, or out of range.
 
     Args:
         message: one sentence per option.
@@ -311,11 +311,11 @@ class InvalidValue(ConfigError):
 
 
 class Refused(ConfigError):
-    """Combination of options that are valid individually but do not fit together. The message states the reason."""
+    """Combination of options that are individually valid but incompatible. The message states the reason."""
 
 
 class PartitionError(ConfigError):
-    """Partition that is not possible for the data set."""
+    """Partition that is impossible for the data set."""
 
 
 class DataError(FedloomError, ValueError):
@@ -335,7 +335,7 @@ class WireError(FedloomError, ValueError):
 
 
 class RunDirError(FedloomError, ValueError):
-    """Run directory that is missing, invalid, or belongs to another experiment."""
+    """Run directory that is missing or invalid, or that belongs to a different experiment."""
 
 
 class CheckpointError(FedloomError):
@@ -345,7 +345,7 @@ class CheckpointError(FedloomError):
 class DiskError(CheckpointError):
     """Error raised if writing to a disk fails.
 
-    The same operation may succeed later, once the disk has space or responds again.
+    The same operation may succeed later, after disk space has been freed or the disk responds again.
     """
 
 
@@ -353,7 +353,7 @@ class DamagedCheckpoint(CheckpointError):
     """Saved state that is incomplete or damaged.
 
     Args:
-        damage: the damaged file, and what is wrong with it.
+        damage: the damaged file, and a description of the damage.
     """
 
     def __init__(self, damage: str) -> None:
@@ -365,22 +365,22 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class CodeError(FedloomError):
-    """Error in the code of one part of a run, or an invalid result of this code.
+    """Error in the code of one part of a run, or an invalid result of that code.
 
     The code may have been written by the user.
     """
 
 
 class FunctionError(CodeError):
-    """Failure of a user's loss or metric, or a result that is not one number."""
+    """Failure of a user-defined loss or metric, or a result that is not a single number."""
 
 
 class ClientError(CodeError):
-    """Error raised by the code of one client.
+    """Error raised by the code of an individual client.
 
     Args:
         stage: stage of the client's work, e.g. ``"client step"``.
-        round: round number, from 1.
+        round: round number, counted from 1.
         clients: ids of the affected clients.
         cause: message of the original error, as a sentence.
     """
@@ -408,7 +408,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def sentence_of(error: Exception) -> str:
-    """Return a description of an error in one sentence.
+    """Return a description of an error as a single sentence.
 
     If another package raised the error, the description begins with the error's class.
     """
@@ -421,7 +421,7 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
 
     Args:
         what: role of the part, e.g. ``"sampler"``.
-        part: value whose code is run.
+        part: value whose code is executed.
         where: e.g. ``"round 3"``.
 
     Raises:
@@ -438,7 +438,7 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise if a path is not a folder and no folder can be created at this path.
+    """Raise an error if a path is not a folder and no folder can be created at this path.
 
     Raises:
         RunDirError: the path or its parent is a file or a broken link.
@@ -466,8 +466,8 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 
     Args:
         path: the file.
-        kept: sentence that says which results are still intact.
-        again: last part of the advice, which says what to do once disk space is free again.
+        kept: sentence that states which results are still intact.
+        again: last part of the advice, which states what to do after disk space has been freed.
 
     Raises:
         DiskError: the disk is full or the write is rejected.
@@ -484,7 +484,7 @@ def explain_os_error(path: Path, kept: str, again: str) -> Iterator[None]:
 class Stop(Enum):
     """Reason why a run ended. The value of each member is the sentence that users see.
 
-    The same reason leads to the same status in a simulation and in a deployment. Repeating a command resumes the run
+    The same reason results in the same status in a simulation and in a deployment. Repeating a command resumes the run
     only if the status is "interrupted".
     """
 
@@ -542,11 +542,11 @@ class RunStopped(FedloomError):
 class GivenUp(FedloomError):
     """Round whose sum was requested but not revealed.
 
-    Requesting a sum over different sites instead would reveal the difference between the two sums.
+    If a sum over different sites were requested instead, the difference between the two sums would be revealed.
 
     Args:
         reason: a sentence.
-        clients: sites covered by the requested sum.
+        clients: sites whose values are included in the requested sum.
     """
 
     def __init__(self, reason: str, clients: Iterable[int]) -> None:
@@ -557,7 +557,7 @@ class GivenUp(FedloomError):
 _DIRECTION_MARKS = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
 """Unicode's bidirectional control characters, which can make one text look like another."""
 _HIDDEN_MARKS = r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff"
-"""Control characters and invisible characters, which can make two different texts look alike."""
+"""Control characters and invisible characters, which can make two different texts look the same."""
 
 
 def direction_in(*names: object, hidden: bool = False) -> str:
@@ -565,7 +565,7 @@ def direction_in(*names: object, hidden: bool = False) -> str:
 
     Args:
         names: names to check.
-        hidden: True to report names with invisible characters too.
+        hidden: True to also report names that contain invisible characters.
 
     >>> direction_in("age", "a\u202eb")[:23]
     "'a\\u202eb' holds U+202E"

@@ -1,4 +1,4 @@
-"""Number formatting: only this module converts the numbers in tables, pages, charts and messages to text for users.
+"""Number formatting: the numbers in tables, pages, charts and messages are converted to text only in this module.
 
 The module also converts tables to DataFrames.
 """
@@ -17,11 +17,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN_DASH = "\N{EN DASH}"
-"""Text shown in place of an unknown number."""
+"""Text that is shown in place of an unknown number."""
 MIN_EXPONENT_VALUE = 1e6
 """Smallest mean that is written in exponent notation. For totals, this threshold is a thousand times larger."""
 ZERO_TOLERANCE = 1e-12
-"""Largest absolute mean that is regarded as the rounding error of a sum that is exactly 0."""
+"""Largest absolute mean that is considered the rounding error of a sum that is exactly 0."""
 PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
 """Smallest and largest number of decimals, for percentages and for other numbers."""
 _THIN_SPACE = "\u202f"
@@ -49,7 +49,7 @@ def finite(value: float) -> float | None:
 def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
     r"""Return a number with a fixed number of decimals and thin spaces between thousands.
 
-    ``signed`` adds a plus sign above 0.
+    ``signed`` adds a plus sign if the number is above 0.
 
     >>> fixed(12345.678, 1), fixed(0.5, 2, signed=True), fixed(-0.5, 2, signed=True)
     ('12\u202f345.7', '+0.50', '-0.50')
@@ -68,7 +68,7 @@ def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
 
 
 def write_total(value: float) -> str:
-    r"""Return a total: three significant digits below 100, otherwise an integer with thin spaces between thousands.
+    r"""Return a total: three significant digits below 100, and otherwise an integer with thin spaces between thousands.
 
     >>> write_total(99.94), write_total(1234567), write_total(2.5e9)
     ('99.9', '1\u202f234\u202f567', '2.5e9')
@@ -81,14 +81,14 @@ def write_total(value: float) -> str:
 def interval(
     mean: float, half: float, decimals: tuple[int, int] = PLAIN_DECIMALS, *, signed: bool = False
 ) -> tuple[str, str]:
-    """Return a mean and the half width of its interval, both rounded to two significant digits of the half width.
+    """Return a mean and the half-width of its interval, both rounded to two significant digits of the half-width.
 
-    Without an interval, the mean has four significant digits and the second text is empty. Without a mean, both texts
-    are empty.
+    If there is no interval, the mean has four significant digits and the second text is empty. If there is no mean,
+    both texts are empty.
 
     Args:
         mean: the estimate.
-        half: half width of the interval. nan if there is no interval.
+        half: half-width of the interval. nan if there is no interval.
         decimals: smallest and largest number of decimals to show.
         signed: True to put a plus sign before a mean above 0.
 
@@ -109,7 +109,7 @@ def interval(
 
 
 def pair(mean: str, half: str) -> str:
-    """Return a mean and its half width as one text.
+    """Return a mean and its half-width as a single text.
 
     >>> pair("91.2", "0.4"), pair("91.2", "")
     ('91.2 ± 0.4', '91.2')
@@ -118,7 +118,7 @@ def pair(mean: str, half: str) -> str:
 
 
 def factor(log: float, half: float) -> str:
-    """Return a ratio with its interval as text, given the ratio's logarithm and the half width of the log's interval.
+    """Return a ratio with its interval as text, given the ratio's logarithm and the half-width of the log's interval.
 
     >>> import math
     >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
@@ -146,7 +146,7 @@ def p_value(p: float) -> str:
 
 
 def shorten_list(names: Sequence[str], most: int) -> str:
-    """Return the first few names, followed by the number of names that are left out.
+    """Return the first few names, followed by the number of omitted names.
 
     >>> shorten_list(["a", "b", "c"], 2)
     'a, b and 1 more'
@@ -155,7 +155,7 @@ def shorten_list(names: Sequence[str], most: int) -> str:
 
 
 def folded(notes: Iterable[str]) -> list[str]:
-    """Return notes in the order in which they first occur, each once.
+    """Return notes in the order in which they first occur, each of them once.
 
     Notes that differ only in a round number are merged.
 
@@ -211,7 +211,7 @@ def options(values: Mapping[str, object], digits: int = 4) -> str:
 
 
 def _decimals(value: float, digits: int) -> int:
-    """Return the number of decimals that show a value with this number of significant digits."""
+    """Return the number of decimals that are needed to show a value with this number of significant digits."""
     return digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
 
 

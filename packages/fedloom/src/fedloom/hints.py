@@ -22,7 +22,7 @@ ALIAS_NAMES = {
     "dir": "dirichlet", "pathological": "shards", "label_skew": "dirichlet", "seed": "seeds",
     "callback": "callbacks", "checkpoint": "folder", "checkpoint_dir": "folder",
 }  # fmt: skip
-"""Names used in papers and other libraries, mapped to the names in fedloom."""
+"""Names that are used in papers and other libraries, mapped to the names in fedloom."""
 _RENAMED_CHOICES = {
     "weights": "client_weights", "weigher": "aggregation_weights", "mixer": "personalized_aggregation",
     "channel": "upload_transform", "settings": "defaults",
@@ -60,9 +60,9 @@ RENAMED_KEYS: Mapping[str, Mapping[str, str]] = {
         "--least": "--min-events", "--gate-port": "--proxy-port",
     },
 }  # fmt: skip
-"""Old names of keys, by location. A location is a table (with the kind's new name if only this kind contains the key),
-a call in Python, or the command line. Recorded documents may contain the old name. A new file with an old name is
-rejected with a message that states the new name.
+"""Old names of keys, keyed by location. A location is a table (with the new name of its kind if only this kind contains
+the key), a call in Python, or the command line. Recorded documents may contain the old name. A new file with an old
+name is rejected with a message that states the new name.
 """
 RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("partition", "kind"): {
@@ -76,11 +76,11 @@ RENAMED_VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("tune", "model"): {"used": "best-on-validation"},
     ("compare", "compare_model"): {"used": "best-on-validation"},
 }  # fmt: skip
-"""Old names of values, by location and by the current name of the key."""
+"""Old names of values, keyed by location and by the current name of the key."""
 
 EARLIER_DEFAULTS: Mapping[str, Mapping[str, object]] = {"fedacs": {"copies": "off"}}
-"""Former defaults of those method options whose default has changed. Recorded documents that omit the option used the
-former default."""
+"""Former defaults of method options whose default has changed. In recorded documents that do not contain the option,
+the former default applies."""
 
 
 def _new_names() -> dict[str, tuple[str, ...]]:
@@ -106,15 +106,15 @@ METHOD_FORM = "a method such as fl.algorithms.FedAvg(), or its name"
 MAX_NAMES_BESIDE_A_HINT = 20
 """Maximum number of valid names that a message lists in addition to a suggestion."""
 SHOWN_METHODS = 6
-"""Maximum number of methods that a hint names."""
+"""Maximum number of methods that are named in a hint."""
 
 Hint = Callable[[str, object], str]
-"""Function that is given a key and its value, and returns the end of a sentence that says where the key belongs. The
-text is empty if the key is unknown."""
+"""Function that receives a key and its value, and returns the end of a sentence that states where the key belongs. If
+the key is unknown, the text is empty."""
 
 
 def nearest(got: object, allowed: Iterable[str]) -> str:
-    """Return the end of a sentence that suggests the closest valid name, or that lists all valid names.
+    """Return the end of a sentence, which suggests the closest valid name or lists all valid names.
 
     >>> nearest("fedporx", ["fedavg", "fedprox"])
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
@@ -145,7 +145,7 @@ def unknown(
 ) -> ConfigError:
     """Return the error for an unknown name.
 
-    The message suggests fedloom's own name for it if there is one, otherwise ``cure``, and otherwise the closest name.
+    The message suggests fedloom's own name for it if there is one, or else ``cure``, or else the closest name.
     """
     place, names = f"{where}: " if where else "", list(allowed)
     if new := find_new_name(got, names):
@@ -158,24 +158,24 @@ def unknown(
 
 
 def no_hint(key: str, value: object) -> str:
-    """Return an empty hint for any key."""
+    """Return an empty hint for every key."""
     return ""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Description of a place where users make choices: where each key belongs, and how it is written.
+    """Description of a place in which users make choices: where each key belongs, and how it is written.
 
     Attributes:
-        tables: keys of every table, by kind. In each table, an empty name comes first, with the keys that do not depend
-            on the kind.
+        tables: keys of every table, grouped by kind. In each table, the keys that do not depend on the kind come first,
+            under an empty name.
         plain: keys that do not belong to any table. In Python, these are the keyword arguments.
         methods: options of every method, keyed by method name.
         keys: valid keys at this location, in addition to the options of a method.
         method: True if the location belongs to a method and contains the method's options.
         file: True if keys are written as in an experiment file, and False if keys are written as in a Python call.
-        call: format string that writes a method in Python, with the fields ``name``, ``key`` and ``value``.
-        special: function that returns the hints for keys that need a hint of their own.
+        call: format string that represents a method in Python, with the fields ``name``, ``key`` and ``value``.
+        special: function that returns the hints for keys that need a separate hint.
     """
 
     tables: Mapping[str, Mapping[str, Iterable[str]]]
@@ -189,11 +189,11 @@ class Places:
 
     @property
     def form(self) -> str:
-        """Description of how a method is written, used as the end of a sentence."""
+        """Description of how a method is written, for use as the end of a sentence."""
         return 'for example [[method]] and below it algorithm = "fedavg"' if self.file else f"give {METHOD_FORM}"
 
     def name_table(self, table: str) -> str:
-        """Return the name of a table in the form that messages use."""
+        """Return the name of a table in the form in which messages use it."""
         return f"[{table}]" if self.file and not self.method else table
 
     def select_method(self, *keys: str) -> Places:
@@ -205,12 +205,14 @@ class Places:
         return lambda key, value: self.hint(key, value, table)
 
     def hint(self, key: str, value: object, table: str = "") -> str:
-        """Return the end of a sentence that says where a key belongs. The text is empty if no table contains the key.
+        """Return the end of a sentence that states where a key belongs.
+
+        If no table contains the key, the text is empty.
 
         Args:
-            key: the key, which may be the name that papers or other libraries use.
-            value: value given for the key.
-            table: table in which the key was found. Empty for a key outside tables.
+            key: the key, which may be a name that papers or other libraries use.
+            value: value that was given for the key.
+            table: table in which the key was found. Empty for a key outside all tables.
         """
         names = dict.fromkeys((ALIAS_NAMES.get(key, key), *_NEW_NAMES.get(key, ()), key))
         kinds = [
@@ -230,7 +232,7 @@ class Places:
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)
 
     def _place(self, key: str, value: object, table: str) -> str:
-        """Return the end of a sentence that says whether a key is an argument of its own, or which tables accept it."""
+        """Return the end of a sentence that states whether a key is a separate argument, or which tables accept it."""
         line = f"{key} = {_toml(value)}" if self.file else f"{key}={value!r}"
         if (key in self.plain or (self.file and key in self.tables)) and (table or key not in self.keys):
             if not self.file:
@@ -250,7 +252,7 @@ class Places:
         return f"it belongs in {' or '.join(f'[{home}]' for home in homes)}: {line}{alone_too}"
 
     def _keyword(self, table: str, key: str, value: object) -> str:
-        """Return a key in the form of a keyword argument that contains its table."""
+        """Return a key as a keyword argument together with its table."""
         kinds = self.tables[table]
         kind = next(kind for kind in kinds if key in kinds[kind])
         if table == "data":
@@ -276,7 +278,7 @@ class Places:
 def _toml(value: object) -> str:
     """Return a value in the notation of an experiment file.
 
-    If a table is given where a name is expected, only the name inside the table is written.
+    If a table is given where a name is expected, only the name in the table is written.
     """
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("name", "kind", "type") if isinstance(value.get(key), str)), None)

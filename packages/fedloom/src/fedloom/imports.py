@@ -1,7 +1,7 @@
-"""Classes and functions of the user's code, named by an import path such as ``my_package.my_module:MyMethod``.
+"""Classes and functions in the user's code, named by an import path such as ``my_package.my_module:MyMethod``.
 
-Only code of the named module is executed. A person writes the path in an experiment file or on the command line, and
-paths are never read from a data file or a model file. `fedloom.trust` decides which paths are rejected.
+Only the code of the named module is executed. A person writes the path in an experiment file or on the command line.
+Paths are never read from a data file or a model file. `fedloom.trust` decides which paths are rejected.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = [
 
 
 VALUE_TYPES = (bool, int, float, complex, str, bytes, tuple, list, dict, type(None))
-"""Types whose values are fully determined by their text representation."""
+"""Types whose values are completely determined by their text representation."""
 MAIN_MODULE = "__main__"
-"""Name that Python gives the module of a script or notebook."""
+"""Name that Python gives to the module of a script or notebook."""
 
 
 def find(path: str, what: str, where: str = "") -> Any:
-    """Return the object that an import path names. The module may be in the current directory.
+    """Return the object to which an import path refers. The module may be in the current directory.
 
     Args:
         path: ``package.module:Name``.
-        what: description of the expected object, used in the message.
-        where: file and table that contain the path, used in the message.
+        what: description of the expected object, for use in the message.
+        where: file and table that contain the path, for use in the message.
 
     Raises:
         ConfigError: the module cannot be imported, does not contain the name, or is rejected by `fedloom.trust`.
@@ -71,7 +71,7 @@ def find(path: str, what: str, where: str = "") -> Any:
 
 
 def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
-    """Return a callable that a file names together with its options: a subclass of ``base`` or a function of the user.
+    """Return a callable that a file names together with its options: a subclass of ``base`` or a user-defined function.
 
     Raises:
         ConfigError: `find` rejects the path, or the callable is a function of an installed package.
@@ -83,10 +83,11 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
 
 
 def find_class(path: str, what: str, base: type, where: str = "") -> Any:
-    """Return the class that an import path names.
+    """Return the class to which an import path refers.
 
     Raises:
-        ConfigError: the class does not exist, is not a subclass of ``base``, or lacks some of the required functions.
+        ConfigError: the class does not exist, is not a subclass of ``base``, or does not define some of the required
+            functions.
     """
     target, place = find(path, what, where), f"{where}: " if where else ""
     if not isinstance(target, type) or not issubclass(target, base):
@@ -102,7 +103,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
 
 
 def importable(target: object) -> str | None:
-    """Return the import path of a class or function, or None if another process could not import it."""
+    """Return the import path of a class or function, or None if another process could not import the object."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     imported: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -116,10 +117,10 @@ def importable(target: object) -> str | None:
 def text_of(target: Any) -> str:
     """Return the source code of a function, or of a class and its base classes.
 
-    If the source is not available, return the bytecode.
+    If the source is not available, return the bytecode instead.
 
-    For any other object, return its type and content. The result also covers the objects of the same script or notebook
-    that this code uses: the source of functions and classes, and the values of other objects.
+    For any other object, return its type and its content. The result also covers the objects in the same script or
+    notebook that this code uses: the source of functions and classes, and the values of other objects.
     """
     texts, reached, waiting = list[str](), set[int](), [target]
     while waiting:
@@ -137,7 +138,7 @@ def text_of(target: Any) -> str:
 
 
 def _source_text(target: Any) -> str:
-    """Return the source code of a class or function, without the code that it calls."""
+    """Return the source code of a class or function, excluding the code that it calls."""
     if isinstance(target, type):
         return "".join(map(_source_text, _functions(target))) or target.__qualname__
     try:
@@ -155,7 +156,7 @@ def _show_values(*values: object) -> str:
 
 
 def _functions(target: Any) -> list[Any]:
-    """Return the functions of a class and of those base classes that are not part of torch, or the function itself."""
+    """Return the functions of a class and of its base classes outside torch, or the function itself."""
     if isinstance(target, type):
         classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
         return [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]
@@ -185,12 +186,12 @@ def _used(target: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Function:
-    """Function that a user wrote.
+    """User-defined function.
 
     Attributes:
-        name: import path. For code that exists only in this process, such as a notebook cell, the function's name and a
-            digest.
-        call: the function, or an instance created without arguments if a class was given.
+        name: import path. For code that exists only in this process, such as a notebook cell, this is the function's
+            name and a digest.
+        call: the function or, if a class was given, an instance created without arguments.
     """
 
     name: str
@@ -203,12 +204,12 @@ class Function:
 
     @property
     def display_name(self) -> str:
-        """Name shown in messages: the import path if there is one, else the plain name."""
+        """Name shown in messages: the import path if there is one, or else the plain name."""
         return self.name.partition(" ")[0]
 
 
 def function(choice: Any, what: str) -> Function:
-    """Return a function that is given directly or by its import path.
+    """Return a function that is given either directly or by its import path.
 
     Raises:
         ConfigError: the value is neither a function nor an import path, or cannot be imported.
@@ -245,9 +246,9 @@ def path_of(definition: Any) -> str | None:
 
 
 def source_of(definition: object) -> str:
-    """Return 16 hexadecimal digits that identify the source of the user's module, or the code if there is no source.
+    """Return 16 hexadecimal digits that identify the source of the user's module or, if there is no source, its code.
 
-    The text is empty for code that is part of fedloom.
+    If the code is part of fedloom, the text is empty.
     """
     if path_of(definition) is None:
         return ""

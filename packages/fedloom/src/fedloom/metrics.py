@@ -1,8 +1,8 @@
 """Metrics: names, titles, scales, directions and bounds, the metrics used for decisions, and summaries over clients.
 
-Every module that shows a metric, compares metrics or selects by a metric reads this table. A metric therefore means the
-same in a run, a search, a deployment and a report. The ``values`` arguments are float64 ``[n]``, one per client, with
-nan for clients that have no samples in the evaluated split. These clients are ignored.
+Every module that shows a metric, compares metrics or selects by a metric uses this table. A metric therefore has the
+same meaning in a run, a search, a deployment and a report. The ``values`` arguments are float64 ``[n]``, one per
+client, with nan for clients that have no samples in the evaluated split. These clients are ignored.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Metric(NamedTuple):
     """Properties of a metric: its title, format and direction.
 
     Attributes:
-        title: title shown to people.
+        title: title that is shown to people.
         unit: unit of the displayed value.
         scale: factor by which the displayed value is multiplied.
         higher: True if larger values are better than smaller ones.
-        bounds: smallest and largest value that the metric can take.
-        rated: True if one direction is better than the other.
+        bounds: smallest and largest value that the metric can have.
+        rated: True if either higher or lower values are better.
     """
 
     title: str
@@ -116,19 +116,20 @@ COST_FIGURES = {
 
 
 USER_METRICS: dict[str, Metric] = {}
-"""Metrics that users have declared in this process (`declare`). Runs and their files state the better direction."""
+"""Metrics that users have declared in this process (`declare`). The better direction of these metrics is stored in runs
+and their files."""
 
 
 class Roles(NamedTuple):
-    """Metrics by which decisions are made for a task.
+    """Metrics on which decisions are based for a task.
 
     Attributes:
         page: metric shown first in tables and reports.
         settings: metric by which `fedloom tune` compares settings. The metric is averaged over the clients for which it
-            is defined. AUROC is only defined if both classes occur.
-        client: metric by which the hybrid model chooses the better model for each client. For classification, this is
-            the accuracy, as in FLAME's model selection. If a class may be rare, the loss is used, because accuracies
-            are then often equal.
+            is defined. AUROC is defined only if both classes occur.
+        client: metric by which the hybrid model chooses the better of the two models for each client. For
+            classification, this is the accuracy, as in FLAME's model selection. If some classes may be rare, the loss
+            is used as the metric, because accuracies are then often tied.
     """
 
     page: str
@@ -146,12 +147,12 @@ TASK_ROLES = {
     "regression": Roles("rmse", "r2", "r2"),
 }
 """Metrics used for decisions, keyed by task. "imbalanced" stands for tasks with several classes for which balanced
-accuracy is measured. If the metric for a decision was not measured, the loss is used instead."""
+accuracy is measured. If the metric on which a decision is based was not measured, the loss is used instead."""
 
 SELECTION_METRICS = frozenset(name for roles in TASK_ROLES.values() for name in (roles.settings, roles.client)) - {
     "loss"
 }
-"""Metrics that may be used for a decision, in addition to the loss. The spread of these metrics over clients is
+"""Metrics that can be used for a decision, in addition to the loss. The spread of these metrics over clients is
 recorded."""
 
 SUMMARY_METRICS = tuple(
@@ -171,7 +172,7 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
 
 
 def class_metric_name(name: str, label: str) -> str:
-    """Return the name under which a metric of one class is recorded.
+    """Return the name under which a metric of an individual class is recorded.
 
     >>> class_metric_name("recall", "ill"), metric("recall[ill]").title
     ('recall[ill]', 'Recall of ill')
@@ -182,7 +183,7 @@ def class_metric_name(name: str, label: str) -> str:
 def metric(name: str) -> Metric:
     """Return the properties of a metric of a client or of the federation.
 
-    A metric that was not declared keeps its name as its title and is not rated.
+    If a metric was not declared, its name is used as its title, and the metric is not rated.
     """
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
@@ -201,7 +202,7 @@ def declare(directions: Mapping[str, bool]) -> None:
 
 
 def titled(shown: Metric) -> str:
-    """Return the title of a metric with its unit."""
+    """Return the title of a metric, including its unit."""
     return f"{shown.title} ({shown.unit})" if shown.unit else shown.title
 
 
@@ -234,7 +235,7 @@ def client_mean(values: Values) -> float:
 
 
 def weighted_mean(values: Values, sizes: Values) -> float:
-    """Return the mean over clients, weighted by their number of samples."""
+    """Return the mean over clients, weighted by their numbers of samples."""
     import numpy as np
 
     counted = np.isfinite(values) & (sizes > 0)
@@ -261,7 +262,7 @@ def deciles(values: Values) -> Values:
 
 
 def spread(values: Values, centre: float) -> float:
-    """Return sigma_Acc: root mean square distance of the clients' accuracies from the global one (Equitable-FL, Sec.
+    """Return sigma_Acc, the root mean square distance of client accuracies from the global one (Equitable-FL, Sec.
 
     5).
     """
@@ -270,7 +271,7 @@ def spread(values: Values, centre: float) -> float:
 
 
 def variance(values: Values) -> float:
-    """Return the sample variance over clients, with divisor n - 1 (FLAME's fairness of test losses)."""
+    """Return the sample variance over clients, with the divisor n - 1 (FLAME's fairness of test losses)."""
     finite = _finite(values)
     return float(finite.var(ddof=1)) if len(finite) > 1 else math.nan
 
@@ -285,9 +286,9 @@ def jain(values: Values) -> float:
 def disagreement(values: Values) -> float:
     """Return the client disagreement CD (Equitable-FL, Eq. 9): the sum of |l_i - l_j| over ordered pairs / binom(r, 2).
 
-    CD equals twice the mean absolute difference between two clients. The paper sums over the r participants of a round.
-    The recorded value is the sum over all clients, including those that did not take part in the round, so that rounds
-    and methods are comparable.
+    CD is equal to twice the mean absolute difference between two clients. The paper sums over the r participants of a
+    round. The recorded value is the sum over all clients, including clients that did not participate in the round, so
+    that rounds and methods are comparable.
     """
     import numpy as np
 

@@ -24,8 +24,8 @@ FIELD_LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 class Face(ModelMetaclass):
     """Metaclass that shows the options of a value's class in `help`, signatures and notebooks.
 
-    Pydantic completes a class on its first use, and the signature of the class then shows validators instead of types.
-    The signature and the docstring are computed only when they are read, so importing a class stays fast.
+    Pydantic completes a class when it is first used. After that, the signature of the class shows validators instead of
+    types. The signature and the docstring are computed only when they are read, so that importing a class remains fast.
     """
 
     @property
@@ -44,11 +44,11 @@ class Face(ModelMetaclass):
 
     @__signature__.setter
     def __signature__(cls, value: object) -> None:
-        """Ignore the assigned value, because pydantic sets a signature after it has built the class."""
+        """Ignore the assigned value, because pydantic sets a signature after it has created the class."""
 
     @property
     def __doc__(cls) -> str | None:
-        """Docstring of the class, extended by one line per option."""
+        """Docstring of the class, to which one line per option is added."""
         text = cls.__dict__.get("__doc__")
         options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
         if not options or (isinstance(text, str) and f"\n{ARGS_HEADING}" in text):
@@ -62,14 +62,14 @@ class Face(ModelMetaclass):
 
 
 class Plain(str):
-    """Type given as text, which a signature shows without quotes."""
+    """Type that is given as text, so that a signature shows it without quotes."""
 
     def __repr__(self) -> str:
         return str(self)
 
 
 def plain_type(annotation: object) -> str:
-    """Return a type in the notation that users know, leaving out validators.
+    """Return a type in the notation that users know, without validators.
 
     >>> plain_type(Annotated[float, "more than 0"]), plain_type(tuple[int, ...] | None), plain_type(Literal["a", "b"])
     ('float', 'tuple[int, ...] | None', "'a' | 'b'")
@@ -104,7 +104,7 @@ def limits_of(field: FieldInfo) -> list[str]:
 
 
 def options_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a class that a caller can set: all except the name of the class's kind, which is fixed."""
+    """Return the fields of a class that a caller can set: all except the fixed name of the class's kind."""
     return {
         name: field
         for name, field in kind.model_fields.items()

@@ -3,7 +3,7 @@
 This module also checks the paths of files and folders that a caller passes.
 
 Simulations and deployments write run directories. These directories are read by reports, by `watch` and by runs that
-are opened again. All of these use the names and values in this module, which does not import torch.
+are opened again. All of them use the names and values in this module, which does not import torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ RESULT_FILES = (
     SUMMARY_FILE,
     REPORT_FILE,
 )
-"""Files that a run rewrites, except its settings and the analysis files that other packages add."""
+"""Files that a run rewrites, except for its settings and the analysis files that other packages add."""
 RESULT_FOLDERS = (CHECKPOINTS_FOLDER, MODELS_FOLDER, ADAPTED_FOLDER, TRACKING_FOLDER, LIVE_FOLDER, WORK_FOLDER)
 
 EXPERIMENT_TABLES = (
@@ -55,14 +55,14 @@ EXPERIMENT_TABLES = (
     "aggregator", "attack", "upload_transform", "augment", "devices", "schedule", "evaluate", "engine",
     "early_stop", "tune",
 )  # fmt: skip
-"""Tables of an experiment file, except those of its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
+"""Tables of an experiment file, except for its methods, in the order of `fedloom.lab.experiment.schema.TABLES`."""
 
 _DIGEST_PREFIX, _ZERO_DIGEST = b"sha256 of this file with zeros here: ", b"0" * 64
 NO_DIGEST = (_DIGEST_PREFIX + _ZERO_DIGEST).decode()
 """Placeholder that stands for a file's digest while the digest is computed."""
 
 REPAIR_HINT = "Run the experiment again, or put the file back"
-"""Advice shown for a damaged file."""
+"""Advice that is shown for a damaged file."""
 FEDERATION_CLIENT = -1
 """Client number under which values of the whole federation are recorded."""
 UPLOADS_FIGURE = "heard"
@@ -73,7 +73,7 @@ MOST_CLIENTS = 2**31
 """Upper limit on client numbers (exclusive)."""
 MAX_LABEL_CHARACTERS = 150
 """Maximum number of characters that a label may use in a file name. A file system allows 255 bytes, and the seed, the
-extension and the suffix of a draft need some of them."""
+extension and the suffix of a draft need some of these bytes."""
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Integer that fits into a column of a table."""
@@ -84,12 +84,12 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
     Args:
         path: the given value.
-        what: name of the argument, used in the message.
+        what: name of the argument, for use in the message.
         otherwise: other allowed values, e.g. ``", or None for memory"``.
 
     Raises:
-        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would otherwise mean
-            the current folder.
+        ConfigError: the value is not a path, contains a name that is too long, or is empty, which would otherwise stand
+            for the current folder.
     """
     if not isinstance(path, str | PathLike) or not fspath(path):
         raise ConfigError(f"{what} must be a path{otherwise}, got {path!r:.80}")
@@ -107,7 +107,7 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
 
 
 def label_of(method: Mapping[str, object]) -> str:
-    """Return the label of a method's table: the given label, else the name of the algorithm or of the user's class.
+    """Return the label of a method's table: the given label, or else the name of the algorithm or of the user's class.
 
     >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
     ('Pulled', 'mine')
@@ -116,9 +116,9 @@ def label_of(method: Mapping[str, object]) -> str:
 
 
 def file_name(label: str) -> str:
-    """Return a label as one component of a file path. Different labels give different names.
+    """Return a label as one component of a file path. Different labels result in different names.
 
-    If a label is too long, the file name consists of the label's beginning and a digest.
+    If a label is too long, the file name consists of the beginning of the label and a digest.
 
     >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
     ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
@@ -160,7 +160,7 @@ def analysis_file(kind: str) -> str:
 
 
 def run_folder(out: Path, kind: str, label: str, seed: int) -> Path:
-    """Return the folder in a run directory that holds a run's checkpoints, models or tracking data."""
+    """Return the folder in a run directory that contains a run's checkpoints, models or tracking data."""
     return out / kind / f"{file_name(label)}-{seed}"
 
 
@@ -169,7 +169,7 @@ class _Recorded(BaseModel):
 
 
 ROLES_BY_NAME = {"local": "alone", "fedavg": "average", "centralized": "pooled"}
-"""Roles that methods are assumed to have if a run directory does not state them."""
+"""Roles that are assumed for methods if a run directory does not state their roles."""
 
 
 class RunRecord(_Recorded):
@@ -178,9 +178,9 @@ class RunRecord(_Recorded):
     ``diverged`` is the round in which divergence was detected. ``diverged`` may also be set for a run that reached its
     last round.
 
-    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). The role is None in older run
-    directories. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand
-    for them in the metrics.
+    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). In older run directories, the role is
+    None. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that stand for
+    them in the metrics.
     """
 
     method: str
@@ -199,7 +199,7 @@ class RunRecord(_Recorded):
 
     @property
     def lost(self) -> bool:
-        """True if the run has no result, because it failed, or because it diverged and could not continue."""
+        """True if the run has no result, because it failed or because it diverged and could not continue."""
         return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
 
 
@@ -228,9 +228,9 @@ class SiteSummary(_Recorded):
 class Summary(_Recorded):
     """Content of ``summary.json``, which records how every run ended.
 
-    ``metrics`` are the metrics that the user declared, with True if larger values are better.
+    ``metrics`` are the metrics that the user declared. Each has the value True if larger values are better.
 
-    A deployment also stores why it ended and the record of its sites.
+    A deployment also stores the reason why it ended and the record of its sites.
     """
 
     name: str = ""
@@ -252,18 +252,18 @@ class Summary(_Recorded):
 
 
 def insert_digest(content: bytes) -> bytes:
-    """Return the content of a file after replacing its single `NO_DIGEST` by the digest of the content."""
+    """Return the content of a file after replacing its only `NO_DIGEST` by the digest of the content."""
     before, mark, after = content.rpartition(_DIGEST_PREFIX)
     return before + mark + hashlib.sha256(content).hexdigest().encode() + after[len(_ZERO_DIGEST) :]
 
 
 def has_digest(content: bytes) -> bool:
-    """Return True if a file of a run directory contains the correct digest of its own content."""
+    """Return True if a file in a run directory contains the correct digest of its own content."""
     return _DIGEST_PREFIX in content
 
 
 def check_digest(path: Path, content: bytes) -> None:
-    """Raise if the content of a file in a run directory does not match the digest stored in the file.
+    """Raise an error if the content of a file in a run directory does not match the digest that is stored in the file.
 
     A file without a digest is accepted.
 

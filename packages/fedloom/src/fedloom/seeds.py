@@ -1,16 +1,16 @@
 """The single rule for randomness: every draw comes from a generator that depends on (seed, round, client, purpose).
 
-Nothing in fedloom uses a global generator, so draws do not depend on cohort size, chunks, workers or restarts.
+fedloom does not use any global generator, so draws do not depend on cohort size, chunks, workers or restarts.
 
 A hash of these four values determines the complete state of the generator: all 19,968 bits of PyTorch's Mersenne
 Twister come from SHAKE-128, and numpy's generators receive 128 bits of BLAKE2b. PyTorch's own seeding would use only 32
-bits of a seed. Among q streams, the probability that any two are equal is at most q^2 / 2^129 (birthday bound for 128
-bits). For a run with 10^10 < 2^34 streams (10^5 rounds with 10^3 clients and 100 draws each), the probability is below
-2^-61. A module that draws directly on a GPU receives the 124 bits of state that CUDA's generator can store. For up to
-2^32 such streams, the probability that two are equal is below 2^-60.
+bits of a seed. Among q streams, the probability that at least two are equal is at most q^2 / 2^129 (birthday bound for
+128 bits). For a run with 10^10 < 2^34 streams (10^5 rounds with 10^3 clients and 100 draws each), the probability is
+below 2^-61. If a module draws directly on a GPU, it receives the 124 bits of state that CUDA's generator can store. For
+up to 2^32 such streams, the probability that two are equal is below 2^-60.
 
-These generators are meant for simulation. The generators are not cryptographically secure: for real data, noise comes
-from `fedloom_sites.deploy.noise`.
+These generators are intended for simulation. The generators are not cryptographically secure: for real data, noise
+comes from `fedloom_sites.deploy.noise`.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class _Blank(threading.local):
 
 _blank = _Blank()
 _swapping = threading.RLock()
-"""Lock that is held while the global generators are replaced, because all threads of a process share them."""
+"""Lock held while the global generators are replaced, because all threads of a process share these generators."""
 os.register_at_fork(before=_swapping.acquire, after_in_parent=_swapping.release, after_in_child=_swapping.release)
 
 
 def derive(seed: int, round: int = 0, client: int = SERVER_CLIENT, purpose: Purpose = "") -> int:
-    """Return a 128-bit integer that depends on all four arguments and on nothing else.
+    """Return a 128-bit integer that depends only on the four arguments.
 
     Args:
         seed: seed of the run.
-        round: round number, from 1, or 0 before the first round.
+        round: round number, counted from 1, or 0 before the first round.
         client: client id in 0..n-1, or `SERVER_CLIENT`.
-        purpose: what the draw is for, e.g. ``"cohort"`` or ``("local", 3)``.
+        purpose: purpose of the draw, e.g. ``"cohort"`` or ``("local", 3)``.
 
     >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
     True
@@ -108,13 +108,13 @@ def random_state(gen: torch.Generator) -> np.random.RandomState:
 
 
 def words(gen: torch.Generator) -> list[int]:
-    """Return four 32-bit integers from ``gen``, to seed libraries that create a `numpy.random.RandomState`."""
+    """Return four 32-bit integers from ``gen``, as a seed for libraries that create a `numpy.random.RandomState`."""
     return torch.randint(2**32, (4,), generator=gen).tolist()
 
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Restore the global generators of the CPU and of a device after the block.
+    """After the block, restore the global generators of the CPU and of a device.
 
     Other threads wait until the block has ended.
     """
@@ -130,7 +130,7 @@ def rng_states() -> tuple[object, ...]:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the global generators of torch, numpy and Python after the block, whatever is drawn in it."""
+    """Restore the global generators of torch, numpy and Python after the block, regardless of the draws in it."""
     of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # the user's, kept as it is
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -143,14 +143,14 @@ def preserve_rng() -> Iterator[None]:
 
 @contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Make code that only uses the global generators draw from the random stream of ``gen`` within the block.
+    """Within the block, make code that uses only the global generators draw from the random stream of ``gen``.
 
     The global generators are restored after the block.
 
     The generators of numpy and Python are seeded with a hash of the state of ``gen``.
 
     Args:
-        gen: a CPU generator. Its state does not advance if ``device`` is the CPU.
+        gen: a CPU generator. If ``device`` is the CPU, the state of the generator does not advance.
         device: device whose generator is set in addition to the CPU's.
     """
     with forked(device):

@@ -125,7 +125,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
     def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the notes on possible problems in a table.
 
-        No column is dropped, because an estimator uses every given column.
+        No column is dropped, because an estimator uses all columns that it is given.
         """
         names = [str(name) for name in getattr(self, "feature_names_in_", range(x.shape[1]))]
         features = {name: ReadColumn(np.asarray(x[:, k], np.float64)) for k, name in enumerate(names)}
@@ -162,19 +162,19 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
 
 class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
-    """Classifier trained by federated learning. The groups are the clients.
+    """Classifier that is trained by federated learning. The groups are the clients.
 
     Args:
-        method: name of a method shown by ``fedloom list``, or a value of `fedloom.algorithms`.
+        method: name of a method listed by ``fedloom list``, or a value of `fedloom.algorithms`.
         rounds: number of communication rounds.
         lr: learning rate of local training.
         epochs: number of passes over a client's rows in each round.
         batch_size: number of rows in each step. If None, each step uses all rows of a client.
         model: name or value of `fedloom.models`, an `nn.Module`, or a function that returns a module.
         clients: number of clients to which rows are assigned at random if no groups are given.
-        random_state: an int, or a generator from which an int is drawn. This number determines every random choice.
+        random_state: an int, or a generator from which an int is drawn. This number determines all random choices.
         settings: other options of `fedloom.Setting`, such as ``{"sampler": ..., "local": {"momentum": 0.9}}``. A table
-            or value for ``local``, ``evaluate`` or ``engine`` changes only the options that are set in it.
+            or value for ``local``, ``evaluate`` or ``engine`` changes only those options that it sets.
 
     Attributes:
         models_: the model of each client, keyed by group name. If the method trains a global model, it is stored under
@@ -196,9 +196,9 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             X: array of numbers ``[N, p]`` without missing values.
             y: classes ``[N]``, given as numbers or text, or several labels of each row ``[N, k]``, each of which is 1
                 if it is present and 0 if it is absent.
-            groups: group that each row belongs to ``[N]``. The groups are the clients of the federation. If None, rows
+            groups: group to which each row belongs ``[N]``. The groups are the clients of the federation. If None, rows
                 are randomly assigned to `clients` groups.
-            subjects: patient, or similar unit, that each row belongs to ``[N]``. All rows of a subject are assigned to
+            subjects: patient, or similar unit, to which each row belongs ``[N]``. All rows of a subject are assigned to
                 the same client. For cross-validation, pass the subjects to the splitter: ``cross_val_score(...,
                 groups=subjects, cv=GroupKFold())``.
 
@@ -231,9 +231,9 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
         Args:
             X: array of numbers ``[N, p]``.
-            groups: group that each row belongs to ``[N]``. If the method trains one model per group, a row is predicted
-                by the model of its group. Rows of unknown groups, and all rows if no groups are given, are predicted by
-                the global model.
+            groups: group to which each row belongs ``[N]``. If the method trains one model per group, the model of a
+                row's group predicts the row. Rows of unknown groups, and all rows if no groups are given, are predicted
+                by the global model.
         """
         scores = self._scores(X, groups)
         return (
@@ -245,7 +245,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
         """Return predicted probabilities of classes ``[N, C]``, in the order of ``classes_``, or of labels ``[N, k]``.
 
-        The arguments are those of `predict`.
+        The arguments are the same as for `predict`.
         """
         return self._scores(X, groups)
 
@@ -258,7 +258,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
 
 
 class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
-    """Regressor trained by federated learning. The groups are the clients.
+    """Regressor that is trained by federated learning. The groups are the clients.
 
     The arguments are described in `FederatedClassifier`.
 
@@ -298,7 +298,7 @@ def _labels(what: str, values: ArrayLike, rows: int) -> Some:
     """Return one label per row.
 
     Raises:
-        DataError: some row has no label.
+        DataError: at least one row has no label.
     """
     labels = _groups(values, rows, what)
     if missing := [k for k, label in enumerate(labels.tolist()) if is_absent(label)]:

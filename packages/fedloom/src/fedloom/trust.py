@@ -1,7 +1,7 @@
-"""Trust in user code: merely opening a file never runs code of the standard library or of another user.
+"""Trust in user code: merely opening a file never runs code from the standard library or from another user.
 
-A person can vouch for another user's code, with ``--trust`` or ``trust=True``. Nobody can vouch for the standard
-library.
+A person can vouch for another user's code by ``--trust`` or ``trust=True``. It is not possible to vouch for the
+standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _vouched: set[str] = set()
 
 
 def is_path(name: object) -> bool:
-    """Return True if a name is an import path and not a name that fedloom knows.
+    """Return True if a name is an import path rather than a name that is known to fedloom.
 
     >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
     (True, False, False)
@@ -44,7 +44,7 @@ def is_path(name: object) -> bool:
 
 @contextmanager
 def here() -> Iterator[None]:
-    """Append the current directory to the module search path within the block."""
+    """Within the block, append the current directory to the module search path."""
     before = list(sys.path)
     sys.path.append(str(Path.cwd()))
     try:
@@ -54,7 +54,7 @@ def here() -> Iterator[None]:
 
 
 def vouch(paths: Iterable[str]) -> None:
-    """Allow this process to import the code at some import paths, no matter who owns the code."""
+    """Allow this process to import the code at some import paths, regardless of who owns the code."""
     _vouched.update(paths)
 
 
@@ -78,15 +78,15 @@ def paths_in(document: object, key: str = "", *, in_import: bool = False) -> Ite
 
 
 def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -> None:
-    """Raise if a document that belongs to another user refers to user code.
+    """Raise an error if a document that belongs to a different user refers to user code.
 
     Args:
         document: content of an experiment file or of a run directory.
         file: file from which the document was read.
-        trust: True to vouch for the import paths in the document instead of raising.
+        trust: True to vouch for the import paths in the document instead of raising an error.
 
     Raises:
-        ConfigError: the file or its folder belongs to another user. The message lists all import paths in the document.
+        ConfigError: a different user owns the file or its folder. The message lists all import paths in the document.
     """
     named = list(paths_in(document))
     if trust:
@@ -104,15 +104,15 @@ def check_document(document: Mapping[str, object], file: Path, *, trust: bool) -
 
 
 def check_module(path: str, what: str) -> None:
-    """Raise if the module that an import path names must not be imported.
+    """Raise an error if the module to which an import path refers must not be imported.
 
     Args:
         path: ``package.module:Name``.
-        what: description of the part and of the file that names it, used in the message.
+        what: description of the part and of the file that names it, for use in the message.
 
     Raises:
-        ConfigError: the module belongs to the standard library, or its file belongs to another user and nobody vouched
-            for it.
+        ConfigError: the module belongs to the standard library, or its file belongs to a different user and nobody has
+            vouched for it.
     """
     module = path.partition(":")[0]
     if is_standard(module) or module.rpartition(".")[2] == "__main__":
@@ -139,7 +139,7 @@ def check_module(path: str, what: str) -> None:
 
 
 def check_part(part: object, path: str, what: str) -> None:
-    """Raise if an object is a module, class, function or method of Python itself, whatever path led to it.
+    """Raise if an object is a module, class, function or method of Python itself, whatever path was used to reach it.
 
     Raises:
         ConfigError: the object belongs to Python itself.
@@ -157,10 +157,10 @@ def check_part(part: object, path: str, what: str) -> None:
 
 
 def check_maker(path: str, what: str) -> None:
-    """Raise if calling the object at an import path would pass values from a file to code of an installed package.
+    """Raise an error if a call at an import path would pass values from a file to code of an installed package.
 
     Raises:
-        ConfigError: the code belongs to an installed package or to fedloom, and nobody vouched for it.
+        ConfigError: the code belongs to an installed package or to fedloom, and nobody has vouched for it.
     """
     module = path.partition(":")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -183,15 +183,15 @@ def is_standard(module: str) -> bool:
 
 
 def is_installed(file: Path) -> bool:
-    """Return True if a file belongs to an installed package or to the standard library once links are resolved."""
+    """Return True if a file belongs to an installed package or the standard library after links have been resolved."""
     kinds = ("purelib", "platlib", "stdlib")
     return any(file.resolve().is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in kinds)
 
 
 def find_other_owner(path: Path) -> str:
-    """Return the owner of a path, or "" if the owner is this user or root.
+    """Return the owner of a path, or "" if this user or root is the owner.
 
-    The owners of the path, of its target if it is a link, and of their parent folders are checked.
+    The owners of the path, of its target if it is a symbolic link, and of their parent folders are checked.
     """
     for place in (path, path.resolve()):
         for one in (place, place.parent):
@@ -208,7 +208,7 @@ def find_other_owner(path: Path) -> str:
 
 
 def _module_of(part: object) -> str:
-    """Return the name of the module that defines a class, function, method or object, or a module's own name."""
+    """Return the name of the module that defines a class, function, method or object, or the name of a module."""
     if isinstance(part, ModuleType):
         return part.__name__
     module = getattr(part, "__module__", None)
@@ -227,7 +227,7 @@ def _is_in_library(file: Path) -> bool:
 
 
 def _place(path: str) -> str:
-    """Return the file that an import path would run, or a text that says why there is no such file."""
+    """Return the file that an import path would run, or a text that states why there is no such file."""
     module = path.partition(":")[0]
     first = module.partition(".")[0]
     if is_standard(module):

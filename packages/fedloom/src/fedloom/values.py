@@ -33,38 +33,38 @@ T = TypeVar("T")
 NUMBER_ERRORS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
 """Kinds of numbers in a pydantic schema, with the error that is raised if an input is not such a number."""
 MAX_INTEGER = 2**63 - 1
-"""Largest integer that both a tensor and a TOML file can store."""
+"""Largest integer that can be stored both in a tensor and in a TOML file."""
 FACTOR_PATTERN = r"(\d+\.?\d*|\.\d+)x"
-"""Pattern that recognizes a multiple of a derived default, such as 2x or 0.5x."""
+"""Pattern that matches a multiple of a derived default, such as 2x or 0.5x."""
 VALIDATOR_PATTERN = r"function-|constrained-|(literal|tuple|list|dict)\[|(float|int|str|bool)$"
-"""Pattern of those parts of an error's location that are not keys."""
+"""Pattern of the parts of an error's location that are not keys."""
 IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys_schema")
-"""Keys of a pydantic schema under which there are no schemas of values. ``keys_schema`` is among them because keys are
-text in every file."""
+"""Keys of a pydantic schema under which there are no schemas of values. ``keys_schema`` is one of them, because keys
+are text in every file."""
 
 
 class Value(BaseModel, metaclass=Face):
-    """Frozen set of options. Unknown fields, wrong types and values out of range are rejected on creation.
+    """Frozen set of options. Unknown fields, wrong types and values out of range are rejected when a value is created.
 
     Raises:
         InvalidValue: an option is invalid. The message lists every invalid option with its name, expected value and
             given value.
 
-    A class written by a user is identified by its import path, which is its ``kind`` in every file.
+    A user-defined class is identified by its import path, which is its ``kind`` in every file.
     """
 
     free: ClassVar[tuple[str, ...]] = ()
-    """Fields that never change the numeric results of a run."""
+    """Fields that never affect the numeric results of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
-    """Fields that only have an effect together with another field. Each field is mapped to the other field's name and
-    required values.
+    """Fields that have an effect only together with another field. Each field is mapped to the name of the other field
+    and the values that it must have.
 
-    If no values are listed, the other field may have any value except its default. The other field may be a key of
-    ``[local]``, such as "local.weight_decay". A note is added to the run's result if such a field is set but has no
-    effect."""
+    If no values are listed, the other field may have any value except its default. The other field can be a key of
+    ``[local]``, such as "local.weight_decay". If such a field is set but has no effect, a note is added to the run's
+    result."""
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names that papers use for the fields, mapped to the names of the fields. A caller may use these names
-    too."""
+    """Other names that papers use for the fields, mapped to the names of the fields. A caller may also use these
+    names."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -109,7 +109,7 @@ class Value(BaseModel, metaclass=Face):
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
-        """Return a copy of the value, validated if any fields change. `copy.replace` calls this method."""
+        """Return a copy of the value, which is validated if any fields change. `copy.replace` calls this method."""
         return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: object) -> Self:
@@ -142,18 +142,19 @@ class Value(BaseModel, metaclass=Face):
 
 
 def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", base: type | None = None) -> T:
-    """Return an entry of a registry by name, or a class written by a user by its import path.
+    """Return an entry of a registry by its name, or a user-defined class by its import path.
 
     Args:
-        what: kind of choice, such as a sampler, used in the message.
-        registry: entries by name.
+        what: kind of choice, such as a sampler, for use in the message.
+        registry: entries, keyed by name.
         name: key in the registry, or ``package.module:Class`` if a base class is given.
-        where: file and table that contain the name, used in the message.
-        base: base class that a class written by a user must have. If None, only names in the registry are allowed.
+        where: file and table that contain the name, for use in the message.
+        base: base class from which a user-defined class must be derived. If None, only names in the registry are
+            allowed.
 
     Raises:
-        ConfigError: the name is not registered (the message suggests the closest valid name), or the path does not name
-            a suitable class.
+        ConfigError: the name is not registered (the message suggests the closest valid name), or the path does not
+            refer to a suitable class.
     """
     if isinstance(name, str) and name in registry:
         return registry[name]
@@ -164,22 +165,22 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
 
 
 TYPE_NAMES: Mapping[type, str] = {bool: "True or False", str: "text", type(None): "None"}
-"""Names of types, as messages show them."""
+"""Names of types in the form in which messages show them."""
 
 
 def has_type(value: object, *kinds: type) -> bool:
     """Return True if the value that a caller passed is an instance of one of these types.
 
-    Annotations do not guarantee this.
+    Annotations by themselves do not guarantee this.
     """
     return isinstance(value, kinds)
 
 
 def check_type(what: str, value: object, *kinds: type) -> None:
-    """Raise if the value that a caller passed is not an instance of one of these types.
+    """Raise an error if the value that a caller passed is not an instance of one of these types.
 
     Raises:
-        ConfigError: the value has another type. The message names the accepted types.
+        ConfigError: the value has a different type. The message names the accepted types.
     """
     if not isinstance(value, kinds):
         names = " or ".join(TYPE_NAMES.get(kind, kind.__name__) for kind in kinds)
@@ -213,9 +214,9 @@ def make_kind(
     base: type,
     hint: Hint = no_hint,
 ) -> T:
-    """Return the value that a table of a file describes.
+    """Return the value that a table in a file describes.
 
-    The table's ``kind`` selects the class by its name in the registry or by its import path.
+    The class is selected by the table's ``kind``, which is a name in the registry or an import path.
 
     Raises:
         ConfigError: `choose` or `make` rejects the table.
@@ -236,9 +237,9 @@ def make(
     Args:
         make_value: class of the value, or function that returns a preset.
         options: keys and values of the table.
-        where: file and table that contain the options, used in the message.
+        where: file and table that contain the options, for use in the message.
         fields: keys that are allowed.
-        hint: function that says where a key belongs that is not allowed here.
+        hint: function that states where a key belongs if the key is not allowed here.
 
     Raises:
         ConfigError: a key is unknown, a type is wrong or a value is out of range.
@@ -257,9 +258,10 @@ def make(
 
 
 def _unaliased(options: Mapping[str, object], kind: object) -> dict[str, object]:
-    """Return options under the names of their fields, with other names replaced.
+    """Return options under the names of their fields, after replacing other names.
 
-    If an option is given under both its field's name and another name, both are kept, and the value is rejected later.
+    If an option is given both under its field's name and under a different name, both are kept, and the value is
+    rejected later.
     """
     aliases: Mapping[str, str] = getattr(kind, "aliases", {})
     return {key if aliases.get(key, key) in options else aliases.get(key, key): value for key, value in options.items()}
@@ -277,10 +279,10 @@ def fields_of(value: Any) -> Mapping[str, Any]:
 
 
 def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
-    """Return a value unchanged if it is a table in the sense of TOML.
+    """If a value is a table in the sense of TOML, return it unchanged.
 
     Raises:
-        ConfigError: the value is not a table. ``cure`` is the end of the message, which says what to do.
+        ConfigError: the value is not a table. ``cure`` is the end of the message, which states what to do.
     """
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a table, got {options!r}{cure and '; '}{cure}")
@@ -288,14 +290,14 @@ def table(options: object, where: str, cure: str = "") -> dict[str, Any]:
 
 
 def dump(value: BaseModel, **first: object) -> dict[str, Any]:
-    """Return a value as a TOML table with every field that is set."""
+    """Return a value as a TOML table that contains every field that is set."""
     return {**first, **value.model_dump(mode="json", exclude_none=True)}
 
 
 def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
     """Return a document as a dictionary without nesting, whose keys are dotted.
 
-    The table of a method is named by the method's label.
+    The label of a method is the name of the method's table.
     """
     entries: dict[str, Any] = {}
     for key, value in document.items():
@@ -309,7 +311,7 @@ def flatten_document(document: Mapping[str, object]) -> dict[str, Any]:
 
 
 def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Return the first key at which two documents with dotted keys differ, or "" if the documents are equal."""
+    """Return the first key whose values differ in two documents with dotted keys, or "" if the documents are equal."""
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             old, new = (json.dumps(d[key], default=str) if key in d else "not set" for d in (before, now))
@@ -318,7 +320,7 @@ def find_difference(before: Mapping[str, object], now: Mapping[str, object]) -> 
 
 
 def _exact(schema: object, owner: type) -> Any:
-    """Return the schema of ``owner`` after disabling conversions between text, booleans and numbers."""
+    """Return the schema of ``owner`` in which conversions between text, booleans and numbers are disabled."""
     if isinstance(schema, (list, tuple)):
         return type(schema)(_exact(item, owner) for item in schema)
     if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:
@@ -334,7 +336,7 @@ def _exact(schema: object, owner: type) -> Any:
 
 
 def exact_number(refusal: Literal["int_type", "float_type"], value: object) -> Any:
-    """Return a number unchanged, and reject anything else.
+    """Return a number unchanged, and reject any other value.
 
     Raises:
         PydanticKnownError: the value is text or a boolean (from Python or an array), or is too large for a tensor.
@@ -365,7 +367,7 @@ def factor_of(value: object) -> float | None:
 
 
 MAX_DESCRIPTION_CHARS = 120
-"""Maximum length of a description that a message repeats in full."""
+"""Maximum length of a description that is repeated in full in a message."""
 
 
 def _show_value(value: object) -> str:
@@ -382,7 +384,7 @@ def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Return the location of an error, leaving out pydantic's validators and union types."""
+    """Return the location of an error, omitting pydantic's validators and union types."""
     return tuple(part for at, part in enumerate(location) if not at or not re.match(VALIDATOR_PATTERN, str(part)))
 
 
@@ -391,7 +393,7 @@ def _sentence(
 ) -> str:
     """Return a description of the value that is expected at a location and of the value that was given.
 
-    For a union type, pydantic reports one error per alternative.
+    For a union type, pydantic reports one error for each alternative.
     """
     error, key = choices[0], str(place[0]) if place else ""
     name = ".".join(map(str, place))

@@ -1,3 +1,3 @@
-"""Version of this release."""
+"""Version of this release of fedloom."""
 
 __version__ = "0.1.0"

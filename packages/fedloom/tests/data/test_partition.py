@@ -511,7 +511,7 @@ def test_hybrid_mixes_any_two_with_a_ratio() -> None:
         ("dirichlet", {"clients": 50, "alpha": 0.05, "min_size": 10}, "in 100 draws, but min_size is 10; raise alpha"),
         ("quantity-skew", {"clients": 50, "alpha": 0.05, "min_size": 10}, "in 100 draws, .* raise alpha"),
         ("clusters", {"classes": (4, 6)}, "10 classes, but toy has 5"),
-        ("clusters", {"classes": (2, 3), "sizes": (2, 2), "per_class": 100}, "Lower per_class"),
+        ("clusters", {"classes": (2, 3), "sizes": (2, 2), "per_class": 100}, "Lower `per_class`"),
         ("by-column", {"column": "writre"}, "did you mean 'writer'"),
         ("natural", {"per_client": 13}, "toy has only 12"),
         ("natural", {"clients": 13}, "toy has only 12"),

@@ -108,6 +108,12 @@ def init(
             help="maximum number of times that a site may leave the masked sums or rejoin them (default: 4)", min=0
         ),
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="let every site open the masked sums itself and train only models computed from them"
+        ),
+    ] = False,
     data_name: Annotated[
         str,
         typer.Option(help="name of the data set. Sites record sums and budgets under this name across experiments"),
@@ -159,6 +165,7 @@ def init(
             "secure_aggregation": secure_aggregation,
             "threshold": threshold,
             "changes": changes,
+            "verify": verify,
             "data_name": data_name,
         }
         _write(plan(experiment, sites, **choice), out or Path(file.stem), place)

@@ -59,7 +59,7 @@ class Alarms:
         if line.get("status") == "refused" and _is_due(self._refused, MAX_REFUSALS):
             alarms.append(f"this site rejected {self._refused} messages of the server. {what}: {reason}")
         repeats = self._answers[str(line.get("asked"))]
-        if kind != "hello" and _is_due(repeats, MAX_REPEATS):
+        if kind not in ("hello", "relay") and _is_due(repeats, MAX_REPEATS):
             alarms.append(
                 f"the server has sent the same message {repeats} times. It {what.removeprefix('the newest message ')}"
             )

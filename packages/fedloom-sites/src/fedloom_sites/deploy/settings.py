@@ -114,9 +114,19 @@ class Secure(Value):
         "the threshold)",
     )
 
+    verify: bool = Field(
+        False,
+        description="whether every site opens the sums itself, replays the server's steps, and trains and scores only "
+        "models that it has computed from these sums",
+    )
+
     @model_validator(mode="after")
     def _majority(self) -> Secure:
         n = len(self.keys)
+        if self.verify and self.scores != "masked":
+            raise ValueError(
+                f"verify needs scores = 'masked', got {self.scores!r}, with which sites receive models outside the sums"
+            )
         if self.names and (len(self.names) != n or len({*self.names}) != n):
             raise ValueError(f"names must list all {n} sites, each once, got {len(self.names)}")
         if not min_threshold(n) <= self.threshold <= n:
@@ -184,6 +194,11 @@ class Shared(Value):
     def survivors(self) -> int | None:
         """Minimum number of sites in a sum under secure aggregation. None without it."""
         return None if self.secure is None else self.secure.threshold
+
+    @property
+    def verifies(self) -> bool:
+        """True if every site opens the masked sums itself."""
+        return self.secure is not None and self.secure.verify
 
     @property
     def digest(self) -> str:
@@ -282,6 +297,8 @@ class Site(Shared):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Site:
+        if self.verifies and self.epsilon is not None:
+            raise ValueError("epsilon needs uploads with noise, which verify in the table secure does not allow")
         if self.client >= self.clients:
             raise ValueError(f"client must be from 0 to {self.clients - 1}, got {self.client}")
         return self

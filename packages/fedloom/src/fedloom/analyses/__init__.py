@@ -1,6 +1,6 @@
 """Analyses: questions that are sent to all clients and whose answers are summed, and results read from a run's models.
 
-Names are imported on first use, so that the registry can list analyses without importing torch.
+Names are imported when they are first used, so that the registry can list analyses without importing torch.
 """
 
 from __future__ import annotations

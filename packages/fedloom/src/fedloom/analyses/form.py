@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from fedloom.engine.setting import Setting
 
 State = Any
-"""State of an analysis between two questions. Each analysis has its own type of state, and a state is never
+"""State of an analysis between two questions. Each analysis has its own type of state, and states are never
 modified."""
 MAX_QUESTION_BYTES = 2**26
 BOUND_SLACK = 1e-12
-"""Fraction of a bound by which rounding errors may exceed it, as in a sum over rows that are all at the limit."""
+"""Fraction of a bound by which rounding errors may exceed it, e.g. in a sum over rows that are all at the limit."""
 _LENGTH_STRUCT = struct.Struct("<I")
 
 
@@ -53,13 +53,13 @@ class Question:
         return hash(self.encode())
 
     def check_form(self, forms: Mapping[str, Mapping[str, int]]) -> None:
-        """Raise if clients at real sites could not read the question.
+        """Raise an error if clients at real sites could not read the question.
 
         Args:
             forms: fields of each question with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            CodeError: the question has another form, or a number is not finite.
+            CodeError: the question has a different form, or a number is not finite.
         """
         got, form = {name: value.dim() for name, value in self.values.items()}, forms.get(self.name)
         if form is None or [*got.items()] != [*form.items()]:
@@ -86,7 +86,7 @@ class Question:
             forms: fields of each question, with their numbers of dimensions (see `Analysis.questions`).
 
         Raises:
-            WireError: the bytes are not a question that has one of these forms.
+            WireError: the bytes do not encode a question in one of these forms.
         """
         try:
             if len(content) > MAX_QUESTION_BYTES:
@@ -126,7 +126,7 @@ class Bounds(NamedTuple):
         low: smallest possible values, ``[k]``.
         high: largest possible values, ``[k]``.
         step: positive steps, ``[k]``. With masking, each number is rounded to a multiple of its step. If the whole
-            analysis runs in one process, numbers are not rounded.
+            analysis runs in a single process, numbers are not rounded.
     """
 
     low: Tensor
@@ -149,9 +149,9 @@ class Bounds(NamedTuple):
         return cls(*(torch.cat(sides) for sides in zip(*parts, strict=True)))
 
     def project(self, answer: Tensor) -> tuple[Tensor, int]:
-        """Return an answer ``[k]`` clipped to the bounds, and the number of its values that were outside.
+        """Return an answer ``[k]`` clipped to the bounds, and the number of its values that were outside the bounds.
 
-        A value that exceeds a bound only by rounding errors is not counted.
+        If a value exceeds a bound only by rounding errors, it is not counted.
         """
         inside = answer.clamp(self.low, self.high)
         slack = BOUND_SLACK * torch.maximum(self.low.abs(), self.high.abs())
@@ -162,8 +162,8 @@ class Info(NamedTuple):
     """Facts about a sum that accompany its numbers.
 
     Attributes:
-        clients: number of clients whose answers are in the sum.
-        clipped: number of values that were outside their bounds. This number must be 0 for a result.
+        clients: number of clients whose answers are included in the sum.
+        clipped: number of values that were outside their bounds. A result requires that this number is 0.
         neutral: number of clients that have rows but answered with zeros, because they have fewer subjects than agreed
             or declined to answer.
         rows: number of rows of the clients that answered.
@@ -196,7 +196,7 @@ class Rules(Value):
 
     @model_serializer(mode="wrap")
     def _stated(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Serialize only the rules that are set, because each party uses its own values for the others."""
+        """Serialize only the rules that are set, because each party uses its own values for the other rules."""
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
 
@@ -219,7 +219,7 @@ class AnalysisTerms:
 
     @property
     def most_rows(self) -> int:
-        """Number of rows of the client with the most rows."""
+        """Number of rows of the client that has the most rows."""
         return int(self.sizes.max())
 
 
@@ -243,15 +243,15 @@ class Analysis(Value):
     An analysis is a frozen value whose fields are options and whose functions are pure.
 
     An analysis that is computed from sums defines `start`, `question`, `bounds`, `answer`, `step` and `result`. Such an
-    analysis runs with the same result in one process, at sites (with or without masking) and in a Flower app. An
-    analysis of a run defines `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that
-    needs additional runs defines `units`.
+    analysis gives the same result in one process, at sites (with or without masking) and in a Flower app. An analysis
+    of a run defines `measure`, which uses the models of a `fedloom.engine.result.Result`. An analysis that needs
+    additional runs defines `units`.
     """
 
     kind: ClassVar[str]
-    """Name of the analysis in files and in `fl.analyze`. For an analysis written by a user, it is the import path."""
+    """Name of the analysis in files and in `fl.analyze`. For a user-defined analysis, this is the import path."""
     questions: ClassVar[Mapping[str, Mapping[str, int]]] = {}
-    """Form of each question: the names of its fields, with their numbers of dimensions.
+    """Form of each question: the names of its fields, and their numbers of dimensions.
 
     Questions are asked in this order, and real sites do not answer them in any other order. Only the last question may
     be repeated.
@@ -260,12 +260,12 @@ class Analysis(Value):
     """Questions that a client may be unable to answer, for instance because a step is too long. If this happens, `step`
     leads to a different question."""
     suppresses: ClassVar[bool] = False
-    """True if clients themselves leave small cells out of every answer. Small cells then need not be merged if there
-    are no masks."""
+    """True if clients themselves remove small cells from every answer. Small cells then need not be merged if no masks
+    are used."""
     uses_models: ClassVar[bool] = False
     """True if answers use `ClientRows.models`, so that a run must precede the analysis."""
     wider: ClassVar[str] = "Agree on wider ranges"
-    """Advice for the case that numbers in an answer are outside their bounds."""
+    """Advice for cases in which numbers in an answer are outside their bounds."""
     tasks: ClassVar[Collection[str]] = ()
     """Tasks whose data the analysis can use. If empty, every task is allowed."""
     needs_table: ClassVar[bool] = False
@@ -279,7 +279,9 @@ class Analysis(Value):
     )
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
-        """Raise if the analysis does not fit the data or the setting. This method is called before any work is done.
+        """Raise an error if the analysis is not suitable for the data or the setting.
+
+        This method is called before any work is done.
 
         An analysis with additional conditions should call this method of the base class first.
 
@@ -288,8 +290,9 @@ class Analysis(Value):
             setting: setting of the run whose models are analyzed, or None without a run.
 
         Raises:
-            ConfigError: the analysis does not fit. The message states what is wrong, where, and what to do.
-            Refused: the analysis makes no sense for these data.
+            ConfigError: the analysis is unsuitable. The message states the problem, its location, and the required
+                action.
+            Refused: the analysis does not make sense for these data.
         """
         what = f"the analysis {kind_of(self)}"
         if self.tasks and schema.task not in self.tasks:
@@ -309,20 +312,20 @@ class Analysis(Value):
             )
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise if the analysis does not fit a federation (see `check`)."""
+        """Raise an error if the analysis is not suitable for a federation (see `check`)."""
         self.check(schema_of(fed.data), setting)
 
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
-        """Raise if real sites must not answer under an agreement.
+        """Raise an error if real sites must not answer under an agreement.
 
-        This method is called after `check`, when the sites make the agreement.
+        This method is called after `check`, when the sites create the agreement.
 
         Args:
             schema: schema that contains the agreed ranges.
             masked: True if answers are summed under masks.
 
         Raises:
-            ConfigError: the analysis shows values of individual clients, or a number has no agreed range.
+            ConfigError: the analysis reveals values of individual clients, or no range has been agreed on for a number.
         """
         if masked and self.shows_rows:
             raise ConfigError(
@@ -342,7 +345,7 @@ class Analysis(Value):
 
     @property
     def most_questions(self) -> int:
-        """Maximum number of questions that a real site answers if no rules state this number."""
+        """Maximum number of questions that a real site answers if the rules do not state this number."""
         return 24
 
     @property
@@ -360,15 +363,15 @@ class Analysis(Value):
 
         In most analyses, clients publish nothing.
 
-        Real sites publish only flags: 1 for a cell that reaches the minimum count at the client, else 0. At this time,
-        a client does not know the sizes of other clients.
+        Real sites publish only flags: 1 for a cell that reaches the minimum count at the client, and 0 otherwise. At
+        this time, a client does not know the sizes of the other clients.
         """
         return torch.zeros(0, dtype=torch.float64)
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
-        """Return those rows of a client that are included in sums. By default, all rows are included.
+        """Return the rows of a client that are included in sums. By default, all rows are included.
 
-        If these rows have fewer subjects than agreed, the client answers with zeros.
+        If these rows belong to fewer subjects than agreed, the client answers with zeros.
         """
         return client
 
@@ -390,12 +393,12 @@ class Analysis(Value):
         raise NotImplementedError
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        """Raise if a client should not answer a question.
+        """Raise an error if a client should not answer a question.
 
         This method is called at the client and receives only public arguments.
 
         Raises:
-            ConfigError: the rules do not allow this question.
+            ConfigError: this question is not allowed under the rules.
         """
 
     @property
@@ -427,20 +430,20 @@ class Analysis(Value):
             raise QuestionOrderError(f"step {step} of {what} asks {wanted!r}, got {question.name!r}")
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
-        """Return the bounds of a single client's answer."""
+        """Return the bounds of an individual client's answer."""
         raise NotImplementedError
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         """Return a client's answer, float64 ``[k]``, which is a sum over its rows.
 
-        If there are no rows, the answer is zeros. None also stands for zeros. An analysis returns None if a client
-        should not answer because of its rows, for instance because a single row would determine the sum. The server
-        only learns how many clients did not answer, but not which ones.
+        If there are no rows, the answer consists of zeros. None also stands for zeros. An analysis returns None if a
+        client should not answer because of its rows, for instance because a single row would determine the sum. The
+        server learns only how many clients did not answer, but not which ones.
         """
         raise NotImplementedError
 
     def step(self, state: State, total: Tensor, info: Info) -> State:
-        """Return the state after a question was answered.
+        """Return the state after a question has been answered.
 
         Args:
             state: state before the question.
@@ -488,12 +491,15 @@ class Analysis(Value):
         return type(self).answer is not Analysis.answer
 
     def find_name(self) -> str:
-        """Return the name of the analysis in files. For an analysis written by a user, the module is left out."""
+        """Return the name by which files refer to the analysis.
+
+        For a user-defined analysis, the module is omitted.
+        """
         return kind_of(self).rpartition(":")[2]
 
 
 def require_questions(analysis: Analysis) -> None:
-    """Raise if an analysis is not computed from sums over clients.
+    """Raise an error if an analysis is not computed from sums over clients.
 
     Raises:
         ConfigError: the analysis does not define `answer`.
@@ -513,7 +519,7 @@ def needs_run(analysis: Analysis) -> ConfigError:
 
 
 def _fitting(schema: Schema) -> str:
-    """Return the names of the analyses of rows that fit the data, as part of a sentence."""
+    """Return the names of the analyses of rows that are suitable for the data, as part of a sentence."""
     from fedloom.analyses.registry import ANALYSES
 
     entries = {name: ANALYSES[name] for name in ANALYSES}

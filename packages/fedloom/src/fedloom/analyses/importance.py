@@ -34,11 +34,11 @@ from fedloom.tasks import Task
 PERMUTATION_REPEATS = 5
 """Number of permutations of each column, as in scikit-learn's ``permutation_importance``."""
 MIN_IMPORTANCE_SAMPLES = 10
-"""Minimum number of test samples that a client needs for this analysis."""
+"""Minimum number of test samples that a client must have for this analysis."""
 
 
 class Importance(Analysis):
-    """Loss in the leading metric of each client when a column of its test part is permuted, after the last round."""
+    """Loss in the primary metric of each client when a column of its test part is permuted, after the last round."""
 
     kind: ClassVar[str] = "importance"
 
@@ -52,7 +52,7 @@ class Importance(Analysis):
 class PooledImportance(Analysis):
     """Loss in accuracy and Brier score over the test rows of all clients when a column is permuted within each client.
 
-    Both metrics are sums over rows, so that real sites can answer, too. Metrics that rank rows, such as AUROC, are not
+    Both metrics are sums over rows, so that real sites can also answer. Metrics that rank rows, such as AUROC, are not
     sums. Such metrics are available in a simulation, with `Importance`.
     """
 
@@ -127,7 +127,7 @@ class PooledImportance(Analysis):
 def _permutations(rows: ClientRows) -> Iterator[Tensor]:
     """Yield permutations of rows, as the source of each row ``[N]``.
 
-    The permutations depend on digests of the rows, but not on their order.
+    The permutations depend on digests of the rows but not on the order of the rows.
     """
     cells = torch.cat([rows.x, rows.y], 1).numpy()
     for repeat in range(PERMUTATION_REPEATS):
@@ -155,11 +155,11 @@ def check_importance(fed: Federation) -> Table:
 
 
 def importance(result: Result) -> pa.Table:
-    """Measure how much the leading test metric of a client gets worse when a column is permuted at this client.
+    """Measure how much the primary test metric of a client deteriorates when a column is permuted at this client.
 
-    A column is permuted together with all features that are derived from it, which are its levels and the flag of
-    missing cells. Table with the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS`
-    permutations), and spread (standard deviation over these permutations).
+    A column is permuted together with all features that are derived from it, which are its levels and the missing-value
+    flag. Table with the columns client, model, column, metric, value (mean over `PERMUTATION_REPEATS` permutations),
+    and spread (standard deviation over these permutations).
     """
     job = result.job
     check_importance(job.eval_fed)
@@ -182,7 +182,7 @@ def importance(result: Result) -> pa.Table:
 
 
 class Scored:
-    """Wrapper of a client's model for scikit-learn.
+    """Wrapper of a client's model for use with scikit-learn.
 
     Entry ``[i, j]`` of X is the row from which sample i takes its column j.
 
@@ -203,11 +203,11 @@ class Scored:
         self.lead = leading(self._scores(self.places))
 
     def fit(self, *_: object) -> Scored:
-        """Do nothing. scikit-learn requires this method."""
+        """Do nothing. This method is required by scikit-learn."""
         return self
 
     def __call__(self, _: object, places: NDArray[np.int64], __: object) -> float:
-        """Return the value of the leading metric. Higher is better."""
+        """Return the value of the primary metric. Higher is better."""
         value = float(self._scores(places)[self.lead])
         return value if metric(self.lead).higher else -value
 
@@ -218,7 +218,7 @@ class Scored:
 
 
 def permuted(scored: Scored, seed: int, client: int) -> list[tuple[str, str, float, float]]:
-    """Return, for each column, its name, the metric, and the mean and standard deviation of the loss under permutation.
+    """For each column, return its name, the metric, and the mean and standard deviation of the loss under permutation.
 
     Args:
         scored: wrapper of the client's model with the client's samples.

@@ -1,4 +1,4 @@
-"""Analyses of models at single clients after the last round: confusion counts, and projections of representations."""
+"""Analyses of models at individual clients after the last round: confusion counts and representations."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fedloom.seeds import generator, random_state
 FEWEST_SAMPLES = 5
 """Minimum number of test samples that a client needs for t-SNE."""
 TSNE_PERPLEXITY = 30.0
-"""Perplexity of t-SNE, which is the default of scikit-learn. For a client with few samples, a smaller perplexity is
-used."""
+"""Perplexity of t-SNE, for which the default of scikit-learn is used. For a client with few samples, a smaller
+perplexity is used."""
 
 
 class Confusion(Analysis):
@@ -76,7 +76,7 @@ class Tsne(Analysis):
 def confusion(result: Result) -> pa.Table:
     """Return confusion counts on each client's test part, in the columns client, model, true, predicted, count.
 
-    Classes are given by their codes. Cells without any sample are left out. Rows are sorted.
+    Classes are given by their codes. Cells that contain no sample are omitted. Rows are sorted.
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
@@ -107,7 +107,7 @@ def confusion(result: Result) -> pa.Table:
 def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
     """Return t-SNE coordinates of the head's inputs for test samples of clients: client, model, label, x, y.
 
-    Also return notes about clients that are left out.
+    Also return notes about clients that are omitted.
 
     The model is the personal model of the client, or the global model if there are no personal models (FedSLR, Fig. 4).
     Each client has its own projection, which is determined by the seed of the run. A label is the code of a class, or

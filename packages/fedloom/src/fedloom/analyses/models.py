@@ -1,4 +1,4 @@
-"""Models of a run as functions of inputs, one client at a time, for analyses that use models."""
+"""Models of a run as functions of inputs, for one client at a time, for analyses that use models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MODELS_TOGETHER = 32
 
 
 def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield clients with their models, in which the normalization statistics are set.
+    """Yield clients together with their models, in which the normalization statistics are set.
 
     If the run does not have such models, nothing is yielded.
 
-    The statistics of the global model are those of the cohort or of the client itself (see `Evaluate.batchnorm_stats`).
+    The statistics of the global model come from the cohort or from the client itself (see `Evaluate.batchnorm_stats`).
     """
     oracle, separately = result.job.oracle, result.job.setting.evaluate.batchnorm_stats == "own"
     if model not in result.models.kinds():
@@ -45,7 +45,7 @@ def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Te
 
 
 def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tensor], Tensor]]]:
-    """Return a function that maps a client's number to its models by kind.
+    """Return a function that maps a client's number to the client's models, keyed by kind.
 
     Each of these models maps inputs to outputs.
     """
@@ -70,7 +70,7 @@ def compute_outputs(client: ClientRows, kind: str, inputs: Tensor) -> Tensor:
     Args:
         client: client whose rows are used.
         kind: kind of the model.
-        inputs: inputs of the rows, in which a column may be permuted, for instance.
+        inputs: inputs of the rows, in which a column may, for instance, have been permuted.
 
     Raises:
         Refused: the run has no model of this kind.

@@ -1,4 +1,4 @@
-"""Analyses of single test samples after the last round: predictions, and scores of groups within clients."""
+"""Analyses of individual test samples after the last round: predictions, and scores of groups within clients."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
 GroupScore = tuple[int, str, str, str, float]
 """Client (-1 for all clients together), model, group, metric and value."""
 MAX_OUTPUTS = 64
-"""Maximum number of outputs per sample for which predictions are stored."""
+"""Maximum number of outputs per sample up to which predictions are stored."""
 
 
 class KeptPredictions(Analysis):
-    """Predictions for every test sample after the last round, for calibration, net benefit, and who gains."""
+    """Predictions for every test sample after the last round, for calibration, net benefit and gains of individuals."""
 
     kind: ClassVar[str] = "predictions"
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        """Raise if the models of a federation have too many outputs.
+        """Raise an error if the models of a federation have too many outputs.
 
         Raises:
             ConfigError: samples have a label per position, or more than `MAX_OUTPUTS` outputs.
@@ -73,9 +73,9 @@ class Groups(Analysis):
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield each kind of model with its outputs on the test samples, the samples' indices and their clients.
+    """Yield each kind of model, together with its outputs on the test samples, the samples' indices and their clients.
 
-    The outputs have the shape ``[N, k]``, the indices and the clients ``[N]``.
+    The outputs have the shape ``[N, k]``, and the indices and the clients have the shape ``[N]``.
     """
     job, kinds = result.job, result.models.kinds()
     outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
@@ -93,7 +93,7 @@ def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
 def predictions(result: Result) -> pa.Table:
     """Return a table with the columns client, model, row (index in the data), target [, event, subject], predictions.
 
-    For a multilabel task, there is a column "target <k>" for every label, which is NaN if the label is unknown.
+    For a multilabel task, there is a column "target <k>" for every label. Its value is NaN if the label is unknown.
     Predictions are probabilities of classes or labels (of the second class in a binary task), values in the unit of the
     target, or means of counts. For a survival task, the predictions are risks by the horizon, or log hazards if there
     is no horizon.

@@ -1,6 +1,6 @@
 """Registry of analyses by name.
 
-Listing the names imports nothing. Packages can add analyses through the entry point group of this name.
+Nothing is imported when the names are listed. Packages can add analyses through the entry point group of this name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP_NAME = "fedloom.analyses"
 
 
 class AnalysisRegistry(Mapping[str, "type[Analysis]"]):
-    """Classes of analyses by name. Each class is imported on first use.
+    """Classes of analyses, keyed by name. Each class is imported when it is first used.
 
     Args:
         places: import paths of the library's own analyses, as ``"package.module:Class"``.
@@ -58,7 +58,7 @@ ANALYSES = AnalysisRegistry(
 
 
 def name_of(analysis: Analysis) -> str:
-    """Return the name of an analysis in files, which is its kind, or its import path if a user wrote it."""
+    """Return the name of an analysis in files, which is its kind or, if a user wrote it, its import path."""
     from fedloom.imports import path_of  # pydantic is slow to import, and names alone need none
     from fedloom.values import kind_of
 

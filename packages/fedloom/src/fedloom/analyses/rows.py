@@ -25,9 +25,9 @@ class Schema:
         name: name of the data set.
         task: kind of targets.
         columns: columns of `ClientRows.x` in order, with their names, the levels of codes, units and agreed ranges.
-        classes: names of the classes. Empty if the targets are numbers.
+        classes: names of the classes. If the targets are numbers, this is empty.
         outputs: number of outputs that a model for the task has.
-        target_ranges: agreed range of each number in a target. An entry is None if no range is agreed.
+        target_ranges: agreed range for each number in a target. If no range has been agreed on, an entry is None.
         levels: names that belong to the codes of each kept column.
         is_table: True if samples are rows of a table.
     """
@@ -42,21 +42,21 @@ class Schema:
     is_table: bool = True
 
     def place(self, column: str) -> int | None:
-        """Return the number of a column, or None if there is no column of this name."""
+        """Return the number of a column, or None if there is no column with this name."""
         names = [c.name for c in self.columns]
         return names.index(column) if column in names else None
 
 
 @dataclass(frozen=True, eq=False)
 class ClientRows:
-    """Rows of one client.
+    """Rows of a single client.
 
     Args:
         x: raw columns ``[N, p]`` float64 in the order of the schema, which contain numbers or the codes of levels. A
             missing cell is NaN. If samples are not rows of a table, x contains their features.
         y: targets ``[N, k]`` float64, which are a class number, numbers in the unit of the target, or a time and an
             event.
-        part: part that each row belongs to, ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
+        part: part to which each row belongs, ``[N]`` int64, as an index into `DATA_PARTS` (train, validation, test).
         subjects: numbers of the persons or things that the rows describe, ``[N]`` int64.
         columns: codes of each column that the schema keeps, ``[N]`` int64.
         fetch: function that returns the inputs ``[b, *shape]`` for rows ``[b]`` in the form that models use.
@@ -84,7 +84,7 @@ class ClientRows:
         return self.x if self.fetch is None else self.fetch(rows)
 
     def select(self, rows: Tensor) -> ClientRows:
-        """Return the client with only some of its rows, which are given by positions ``[m]`` or flags ``[N]``."""
+        """Return the client with only some of its rows, which are selected by positions ``[m]`` or flags ``[N]``."""
         at = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
         fetch = self.fetch
         return replace(
@@ -151,8 +151,8 @@ def dataset_rows(data: Dataset) -> dict[str, ClientRows]:
 def fill_ranges(schema: Schema, clients: Mapping[str, ClientRows]) -> tuple[Schema, list[str]]:
     """Return the schema with pooled ranges in place of those that are not agreed, and the names of these ranges.
 
-    Pooled ranges are only for simulations. Real sites must agree on ranges, because pooled ranges reveal values of
-    single rows.
+    Pooled ranges are intended only for simulations. Real sites must agree on ranges, because pooled ranges reveal
+    values of individual rows.
     """
     x, y = (torch.cat([getattr(client, name) for client in clients.values()]) for name in ("x", "y"))
     columns, unagreed = list[TableColumn](), list[str]()

@@ -1,7 +1,7 @@
-"""Functions that run an analysis in one process, and those that are shared by all other ways to run it.
+"""Functions that run an analysis in one process, and functions that are shared by all other ways to run it.
 
 `answer_question` runs at the client, and `run_questions` runs in the process that asks the questions. The code between
-them only transports questions and sums.
+these two functions only transports questions and sums.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AnalysisResult:
         analysis: the analysis.
         table: table that is the result.
         log: all questions with their sums.
-        notes: sentences about the data and about parts that are left out.
+        notes: sentences about the data and about parts that are omitted.
         model: predictor, if the analysis computes one.
     """
 
@@ -118,7 +118,7 @@ def analyze(
     folder: Path | str | None = None,
     **options: object,
 ) -> AnalysisResult:
-    """Run an analysis of all clients' rows, computed from sums alone, or of a run's models, and return its result.
+    """Run an analysis of the rows of all clients, computed only from sums, or of a run's models, and return its result.
 
     >>> import numpy as np
     >>> clients = {"north": ([[1.0], [2.0]], [0, 1]), "south": ([[3.0], [6.0]], [1, 0])}  # doctest: +SKIP
@@ -127,15 +127,15 @@ def analyze(
     Args:
         analysis: an analysis, its name in `fedloom.analyses.ANALYSES`, or its import path.
         clients: a `Federation`, a `Dataset` whose users are the clients, or a value that `Federation.create` or
-            `Dataset.create` accepts. For an analysis of models, the `Result` of a run.
+            `Dataset.create` accepts. For an analysis of models, this is the `Result` of a run.
         rules: rules on which the clients agree (`Rules`), as a value or a table of options. If None, the rules in the
             analysis are used.
-        folder: folder in which every sum is saved, so that repeating the call resumes an interrupted analysis. If None,
-            sums are not saved.
-        options: options for an analysis that is given by name.
+        folder: folder in which every sum is saved, so that an interrupted analysis resumes if the call is repeated. If
+            None, sums are not saved.
+        options: options of an analysis that is given by name.
 
     Raises:
-        ConfigError: an analysis or an option is unknown, or the analysis does not fit the data.
+        ConfigError: an analysis or an option is unknown, or the analysis is unsuitable for the data.
         DataError: the analysis has no result, or an answer is outside its bounds.
         CheckpointError: the folder belongs to a different analysis.
     """
@@ -195,10 +195,10 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
 def run_questions(
     analysis: Analysis, terms: AnalysisTerms, ask: Ask, folder: Path | None = None
 ) -> tuple[State, list[SumRecord]]:
-    """Run an analysis to its end, and return its last state and the log of its questions.
+    """Run an analysis until its end, and return its last state and the log of its questions.
 
-    The state follows from the sums, so a checkpoint contains only sums. One file is written after every sum. If a run
-    was interrupted, only the remaining questions are asked.
+    The state follows from the sums, so that a checkpoint contains only sums. One file is written after every sum. If a
+    run was interrupted, only the remaining questions are asked.
 
     Args:
         analysis: analysis that is computed from sums.
@@ -207,7 +207,7 @@ def run_questions(
         folder: folder in which sums are saved. If None, sums are not saved.
 
     Raises:
-        ConfigError: the analysis asks more questions than agreed.
+        ConfigError: the analysis asks more questions than were agreed on.
         CodeError: a question does not have the declared form, or is asked at a step at which no site answers it.
         DataError: a number in an answer was outside its bounds.
         CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
@@ -282,7 +282,7 @@ def check_order(analysis: Analysis, terms: AnalysisTerms) -> None:
 
 
 def check_info(analysis: Analysis, question: Question, info: Info) -> None:
-    """Raise if numbers in a sum were clipped, because such a sum must not be used for a result.
+    """Raise an error if numbers in a sum were clipped, because such a sum must not be used for a result.
 
     Raises:
         DataError: at least one number was clipped.
@@ -299,7 +299,7 @@ def answer_question(
 ) -> Answer:
     """Return the answer of a client, clipped to the bounds.
 
-    A client that has fewer subjects than agreed answers with zeros.
+    If a client has fewer subjects than agreed, it answers with zeros.
 
     Args:
         analysis: analysis that is computed from sums.
@@ -307,7 +307,7 @@ def answer_question(
         client: rows of the client.
         terms: public facts about the analysis.
         bounds: bounds of the answer.
-        where: name of the client, used in messages.
+        where: name of the client, for use in messages.
 
     Raises:
         ConfigError: the analysis does not answer this question.
@@ -345,11 +345,11 @@ def sum_answers(answers: Sequence[Answer]) -> tuple[Tensor, Info]:
 
 
 class SumFolder:
-    """Folder with the sums of one analysis, one file per sum.
+    """Folder that contains the sums of one analysis, with one file per sum.
 
     Args:
         folder: path of the folder, which is created if it does not exist.
-        analysis: analysis that the sums belong to.
+        analysis: analysis to which the sums belong.
         terms: public facts about the analysis.
 
     Raises:

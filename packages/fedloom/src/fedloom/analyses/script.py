@@ -1,6 +1,6 @@
-"""Analyses written as a single function that asks questions, which suits Newton's method, for instance.
+"""Analyses written as a single function that asks questions, which is suitable for Newton's method, for example.
 
-The state of such an analysis is the list of the sums so far.
+The state of such an analysis consists of the list of sums so far.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Total = tuple[Tensor, Info]
 
 
 class _Pending(BaseException):
-    """Signal with the next question of the function.
+    """Signal that carries the next question of the function.
 
-    The signal is a `BaseException`, so the code of an analysis does not catch it by accident.
+    The signal is a `BaseException`, so that the code of an analysis does not catch it by accident.
     """
 
     def __init__(self, question: Question) -> None:
@@ -61,14 +61,14 @@ class Transcript:
 
 
 class ScriptedAnalysis(Analysis):
-    """Analysis written as a single function `conclude`, which is run again from its beginning after every sum.
+    """Analysis that is written as a single function `conclude`, which is run again from the beginning after every sum.
 
-    The code between two questions should therefore not take much time. `conclude` must be pure, so that equal sums lead
-    to equal questions.
+    Therefore, the code between two questions should not take much time. `conclude` must be pure, so that equal sums
+    lead to equal questions.
     """
 
     def conclude(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[pa.Table, nn.Module | None]:
-        """Return the table and the predictor. The predictor is None if the analysis does not compute one.
+        """Return the table and the predictor. If the analysis does not compute a predictor, the predictor is None.
 
         Args:
             ask: function that sends a question to all clients and returns the sum of their answers.

@@ -25,8 +25,8 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ``[k, 1]`` and ids, and returns one model ``[d]``."""
 Similarity = Literal["model", "change"]
 WEIGHT_ERROR = 1e-6
-"""Upper limit on the rounding error in a sum of weights. A sum of weights that is not a whole number differs from the
-nearest one by at least 1/n^2."""
+"""Maximum rounding error in a sum of weights. A sum of weights that is not a whole number differs from the nearest
+whole number by at least 1/n^2."""
 
 
 class Mixer(Value, ABC):
@@ -50,19 +50,19 @@ class Mixer(Value, ABC):
 
     @property
     def mixes_all(self) -> bool:
-        """True if the mixer needs the models of all clients, False if it needs only those of the cohort."""
+        """True if the mixer needs the models of all clients, or False if it needs only the models of the cohort."""
         return self.among != "cohort"
 
     def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:
         """Return a mixture for each client of the cohort, ``[m, d]``.
 
         Args:
-            models: last models of the cohort ``[m, d]``, or with `mixes_all` of all clients ``[n, d]``. The initial
+            models: last models of the cohort ``[m, d]`` or, with `mixes_all`, of all clients ``[n, d]``. The initial
                 model represents a client that has never participated.
             start: initial model ``[d]``.
 
             ctx: context with the cohort.
-            rule: function that combines the models of a mixture, used instead of their weighted mean.
+            rule: function that combines the models of a mixture and is used instead of their weighted mean.
         """
         place, ids = torch.arange(ctx.m), torch.arange(ctx.n) if self.mixes_all else ctx.ids
         if self.mixes_all:
@@ -91,10 +91,10 @@ class Mixer(Value, ABC):
 
     @abstractmethod
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return the weight of each model in each mixture, ``[k, k]``. The sum of each row is 1."""
+        """Return the weight of each model in each mixture, ``[k, k]``. Each row adds up to 1."""
 
     def check(self, n: int) -> None:
-        """Raise if the mixer does not work with ``n`` clients.
+        """Raise an error if the mixer does not work with ``n`` clients.
 
         Raises:
             ConfigError: the mixer does not work with this number of clients. The message states the reason.
@@ -102,14 +102,14 @@ class Mixer(Value, ABC):
 
 
 class Attention(Mixer):
-    """Mixer of the models most similar to a client's own: those with cosines above a quantile, weighted by cosine.
+    """Mixer of the models most similar to a client's own: models with cosines above a quantile, weighted by cosine.
 
     Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
 
     Deviations: the same as those of the method ``fedacs``, in which clients train from these mixtures. Attackers that
     send several copies with the same direction can fill the quantile with the cosines between copies, so that no honest
-    client exceeds it. With ``copies``, such copies are treated as a single client. Attackers are still treated
-    separately if the cosine between their models is below ``copies``.
+    client exceeds the quantile. With ``copies``, such copies are treated as a single client. Attackers are still
+    treated separately if the cosine between their models is below ``copies``.
     """
 
     kind: ClassVar[str] = "attention"
@@ -140,12 +140,12 @@ class Attention(Mixer):
         )  # Eq. 3, grad R_i = w_i - sum_j s_ij w_j
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
-        """Return s_ij where s_ij is at least delta_k, normalized such that the sum over j is 1."""
+        """Return s_ij where s_ij is at least delta_k, normalized so that the sum over j is 1."""
         return attention(models if self.similarity == "model" else models - start, self.quantile, self.copies)
 
 
 class Proximity(Mixer):
-    """Mixer that weights models by their distances, which performs one step of FedAMP's attraction between clients.
+    """Mixer that weights models by their distances. It performs one step of FedAMP's attraction between clients.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1, line 4.
@@ -185,7 +185,7 @@ class Proximity(Mixer):
 
 
 class Angles(Mixer):
-    """Mixer that weights models by a softmax of their cosines, which is FedAMP's heuristic for deep networks.
+    """Mixer that weights models by a softmax of their cosines, FedAMP's heuristic for deep networks.
 
     Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
     on Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5.
@@ -219,10 +219,10 @@ class ClusterMeans(Mixer):
 
     The clusters are computed from the clients' last models.
 
-    Reference: the outlook of Equitable-FL (arXiv:2410.19207), which proposes clusters as a basis for personalized
-    models. The clustering follows Algorithm 1 of the paper, with the directions of models instead of activations.
+    Reference: the outlook in Equitable-FL (arXiv:2410.19207), which proposes clusters as a basis for personalized
+    models. The clustering follows Algorithm 1 of the paper, but uses the directions of models instead of activations.
 
-    Deviations: in each round, the models of the current cohort are clustered again. If ``clusters`` is not set,
+    Deviations: in each round, the models of the current cohort are clustered anew. If ``clusters`` is not set,
     `clear_clusters` estimates the number of clusters. If there are no clearly separated clusters, all clients form a
     single cluster.
     """
@@ -242,7 +242,7 @@ class ClusterMeans(Mixer):
         return same / same.sum(1, keepdim=True)
 
     def check(self, n: int) -> None:
-        """Raise if there are more clusters than clients."""
+        """Raise an error if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
                 f"personalized_aggregation.clusters must be at most the number of clients ({n}), got {self.clusters}",
@@ -256,7 +256,7 @@ def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor
 
     With ``copies``, a model has the weight 1/c in the quantile and in mixtures, where c is the number of models,
     including itself, whose cosine with it is at least ``copies``. k copies of a model then have the same influence as a
-    single model. If there are no copies, ``copies`` has no effect on the weights.
+    single model. If there are no copies, ``copies`` does not affect the weights.
     """
     direction = directions(w)
     s = direction @ direction.T

@@ -1,4 +1,4 @@
-"""Clients' shares in the objective, by samples, by groups, or by clusters that are computed from activations."""
+"""Clients' shares in the objective: by number of samples, by groups, or by clusters computed from activations."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ def clusters_of(weights: object) -> int | None:
 
 
 def period_of(weights: Any) -> int | None:
-    """Return the number of rounds after which clusters are computed again, or None if they are not computed again."""
+    """Return the number of rounds after which clusters are recomputed, or None if they are not recomputed."""
     return int(str(weights).rpartition(" ")[2]) if uses_clusters(weights) and " every " in weights else None
 
 
 def column_of_shares(weights: Any) -> str | None:
-    """Return the column in `Setting.weights` whose levels define the groups, or None if shares follow another rule."""
+    """Return the column in `Setting.weights` whose levels define the groups, or None if there is no such column."""
     return weights.removeprefix("groups by ") if isinstance(weights, str) and weights.startswith("groups by ") else None
 
 
 def shares_of(weights: Any, fed: Federation) -> Tensor:
-    """Return the clients' shares alpha_i in the objective, ``[n, 1]`` float64, whose sum is 1.
+    """Return the clients' shares alpha_i in the objective, ``[n, 1]`` float64, which add up to 1.
 
     Args:
         weights: value of `Setting.weights`.
-        fed: federation with the clients. If shares are proportional to samples, clients without training samples have
-            the share 0.
+        fed: federation that contains the clients. If shares are proportional to the numbers of samples, clients without
+            training samples have the share 0.
 
     Raises:
-        ConfigError: the list does not have one number per client, no number is positive, or the column does not exist.
-            The error is also raised if a client is in no group or has several levels of the column.
+        ConfigError: the number of entries in the list differs from the number of clients, no number is positive, or the
+            column does not exist. The error is also raised if a client is in no group or has several levels of the
+            column.
     """
     column = column_of_shares(weights)
     if weights == "samples":
@@ -78,7 +79,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 
 
 def _alike(groups: Tensor) -> Tensor:
-    """Return masses ``[n]`` with which all groups have equal weight, and so do all clients within a group."""
+    """Return masses ``[n]`` with which all groups have equal weights, as do all clients within a group."""
     return 1 / torch.bincount(groups)[groups].double()
 
 
@@ -122,10 +123,10 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
     Args:
         clusters: C. If None, the number is estimated.
         activations: activations of all clients ``[n, k]`` (`described`).
-        ctx: context with all clients, in the round that starts with these shares or before round 1.
+        ctx: context of all clients, in the round that starts with these shares or before round 1.
 
     Raises:
-        RunStopped: some activations are not finite.
+        RunStopped: some of the activations are not finite.
     """
     finite = activations.isfinite().all(1)
     if not bool(finite.all()):
@@ -141,7 +142,7 @@ def equal_clusters(clusters: int | None, activations: Tensor, ctx: Ctx) -> Tenso
 
 
 def check_clusters(clusters: int | None, ctx: Ctx) -> None:
-    """Raise if the clients cannot form the required number of clusters.
+    """Raise an error if the clients cannot form the required number of clusters.
 
     Raises:
         ConfigError: there are more clusters than clients, or a client has no training samples, so that it has no
@@ -167,23 +168,23 @@ def cluster_shares(
 ) -> tuple[Tensor, Tensor]:
     """Compute Equitable-FL's shares p_i = 1/(C |cluster of i|), ``[n, 1]`` float64, and the cost ``[7]``.
 
-    Every client trains the initial model for one round, as in the run, and sends its mean activations under the trained
-    model (Equitable-FL, Algorithm 1, lines 5-10. In the paper, the cohort does this in every round).
+    Every client trains the initial model for one round, in the same way as in the run, and sends its mean activations
+    under the trained model (Equitable-FL, Algorithm 1, lines 5-10. In the paper, the cohort does this in every round).
 
     Args:
         clusters: C. If None, the number is estimated.
         oracle: local problems.
         x0: initial model ``[d]``.
-        ctx: context with all clients, before round 1.
+        ctx: context of all clients, before round 1.
         attack: the attack, whose attackers may forge their activations.
         attackers: ids ``[b]`` of the attackers.
 
     Returns:
-        Shares, and the total cost over all clients: samples backward and forward, steps, bytes up and down, and the
+        Shares, and the total cost over all clients: backward and forward samples, steps, bytes up and down, and the
             bytes up and down by the papers' convention.
 
     Raises:
-        RunStopped: some activations are not finite.
+        RunStopped: some of the activations are not finite.
     """
     answers, counts = list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):

@@ -36,7 +36,7 @@ class Weigher(Value, ABC):
 
     @property
     def signed(self) -> bool:
-        """True if single shares may be negative. The sum of a cohort's shares is always positive."""
+        """True if individual shares may be negative. The sum of the shares of a cohort is always positive."""
         return False
 
     def init(self, ctx: Ctx) -> Any:
@@ -52,7 +52,7 @@ class Weigher(Value, ABC):
         """Return the shares ``[m, 1]`` of the clients ``ctx.ids``. The engine divides the shares by their sum."""
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Return the weigher with the options set that depend on the groups of the run.
+        """Return the weigher with the options that depend on the groups of the run.
 
         Raises:
             ConfigError: the weigher needs groups, but the run has no groups.
@@ -64,7 +64,7 @@ class Weigher(Value, ABC):
         return []
 
     def check(self, n: int) -> None:
-        """Raise if the weigher does not work with ``n`` clients.
+        """Raise an error if the weigher does not work with ``n`` clients.
 
         Raises:
             ConfigError: the weigher does not work with this number of clients. The message states the reason.
@@ -85,17 +85,17 @@ class SharesWeigher(Weigher):
 
 
 class UniformWeigher(Weigher):
-    """Weigher that gives all clients of the cohort the same weight, whatever their shares are."""
+    """Weigher that gives all clients of the cohort the same weight, regardless of their shares."""
 
     kind: ClassVar[str] = "uniform"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return 1 for each client."""
+        """Return 1 for every client."""
         return torch.ones(ctx.m, 1, dtype=torch.float64), state
 
 
 class SamplesWeigher(Weigher):
-    """Weigher that uses the numbers n_i of training samples as weights, whatever the clients' shares are."""
+    """Weigher that uses the numbers n_i of training samples as weights, regardless of the clients' shares."""
 
     kind: ClassVar[str] = "samples"
 
@@ -105,7 +105,7 @@ class SamplesWeigher(Weigher):
 
 
 class Labels(NamedTuple):
-    """Cluster ``[n]`` in which each client was last, or -1 before the client's first round."""
+    """Cluster ``[n]`` in which each client was most recently, or -1 before the client's first round."""
 
     labels: Tensor
 
@@ -119,11 +119,11 @@ class EquitableWeigher(Weigher):
     The algorithm computes S = A A', a spectral embedding with the eigenvectors of the C largest eigenvalues, k-means on
     the rows of the embedding, and p_i = 1/(C |cluster of i|).
 
-    Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. The paper does not state
-    how a client's activations are combined into one vector. Here, the vector is the mean, over the client's training
-    samples or its last mini-batch, of the log-softmax of the penultimate representation under the client's trained
-    model. The server receives the activations of individual clients. In the paper, C is set in advance. If C is not set
-    here, `clear_clusters` estimates it in every round.
+    Deviations: C is the number of nonempty clusters, so that the weights add up to 1. The paper does not state how a
+    client's activations are combined into one vector. Here, the vector is a mean of log-softmax values of the
+    penultimate representation, computed with the client's trained model over its training samples or its last
+    mini-batch. The server receives the activations of individual clients. In the paper, C is fixed in advance. If C is
+    not set, `clear_clusters` estimates it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
@@ -175,7 +175,7 @@ class EquitableWeigher(Weigher):
         ]
 
     def check(self, n: int) -> None:
-        """Raise if there are more clusters than clients."""
+        """Raise an error if there are more clusters than clients."""
         if (self.clusters or 1) > n:
             raise ConfigError(
                 "aggregation_weights.clusters must be at most the number of clients in the "
@@ -195,9 +195,9 @@ def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> T
 
 
 CLEAR = 0.7
-"""Mean silhouette from which on clusters are regarded as clearly separated. Such a silhouette indicates a strong
-structure according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal
-distribution is split in the middle, its two halves have a silhouette of 0.59."""
+"""Mean silhouette at which clusters are regarded as clearly separated. Such a silhouette indicates a strong structure
+according to Kaufman and Rousseeuw, "Finding Groups in Data", 1990, chapter 2, Table 4. If a normal distribution is
+split in the middle, the silhouette of its two halves is 0.59."""
 
 
 def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
@@ -206,7 +206,7 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
     The number of clusters, at most sqrt(m), has the largest mean silhouette (Rousseeuw 1987).
 
     All rows form a single cluster if this silhouette is below `CLEAR`, or if a cluster would contain a single client.
-    In the second case, one outlier would otherwise have half of the weight, which would not be fair to groups.
+    In the second case, one outlier would otherwise have half of the total weight, which would be unfair to groups.
     """
     from sklearn.metrics import silhouette_score
 
@@ -228,7 +228,7 @@ def _eigenvectors(a: Tensor) -> Floats:
 
 
 def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tuple[Any, Floats]:
-    """Return cluster labels of the rows of the last ``clusters`` eigenvectors, and these rows."""
+    """Return cluster labels, computed from the rows of the last ``clusters`` eigenvectors, and these rows."""
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -244,7 +244,7 @@ class Masses(NamedTuple):
 
 
 class FairFedWeigher(Weigher):
-    """Weigher that reduces the weight of clients whose metric differs more from the global metric than others'.
+    """Weigher that reduces the weight of clients whose metric differs more than others' from the global metric.
 
     Reference: Y. H. Ezzeldin, S. Yan, C. He, E. Ferrara, S. Avestimehr, "FairFed: Enabling Group Fairness in Federated
     Learning", AAAI 2023, arXiv:2110.00857, Algorithm 1, Eqs. 6 and 7: Delta_i is |F - F_i| for a metric F that compares
@@ -257,9 +257,9 @@ class FairFedWeigher(Weigher):
 
     Deviations: the metric of a client is computed for the received model on the client's training part, and the global
     value is computed over the cohort. The metric is sent in plain text, without secure aggregation. For a metric that
-    compares groups, this means counts by group. Clients that do not participate keep their weight. Negative weights are
-    set to 0, as in Equitable-FL (``floor``). If the weights of a cohort do not have a positive sum, the cohort is
-    weighted by samples.
+    compares groups, the answer consists of counts by group. Clients that do not participate keep their weights.
+    Negative weights are set to 0, as in Equitable-FL (``floor``). If the weights of a cohort do not have a positive
+    sum, the cohort is weighted by numbers of samples.
     """
 
     kind: ClassVar[str] = "fairfed"
@@ -297,7 +297,7 @@ class FairFedWeigher(Weigher):
         return Masses((n / n.sum()).to(ctx.weight.dtype))
 
     def with_groups(self, groups: Sequence[str]) -> Self:
-        """Use the first groups of the run if the metric compares groups and no groups were set."""
+        """If the metric compares groups and no groups were set, use the first groups of the run."""
         if self.metric in ("accuracy", "loss") or self.group is not None:
             return self
         if not groups:

@@ -1,4 +1,4 @@
-"""Loops that are compiled for the processor: gathering samples, pooling, and linear layers of many clients.
+"""Loops that are compiled for the processor: gathering of samples, pooling, and linear layers of many clients.
 
 All arrays must be C-contiguous. The order of each sum depends only on the layer and the batch, so that the result of a
 client does not depend on the other clients in its chunk.

@@ -1,4 +1,4 @@
-"""Random orders of samples for many clients, which are identical to those that PyTorch draws."""
+"""Random orders of samples for many clients, identical to the orders that PyTorch draws."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fedloom.kernels.machine import compiled
 
 @compiled
 def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
-    """Draw the batches of all clients. In each epoch, the order of samples is the one that `torch.randperm` draws.
+    """Draw the batches of all clients. In each epoch, the order of samples is the order that `torch.randperm` draws.
 
     The state of a Mersenne Twister consists of words, which can be renewed one at a time. Here, a word is renewed only
-    when a random number is drawn from it, so that few draws need only few words.
+    when a random number is drawn from it, so that few draws need only a few words.
 
     Args:
-        words: first words of the state of each client's generator ``[m, s]``, which `fedloom.seeds.states` returns for
+        words: first words of the state of each client's generator ``[m, s]``, as returned by `fedloom.seeds.states` for
             the number of draws. They are changed.
         sizes: number of samples of each client ``[m]``, at least 1.
         steps: number of batches of each client ``[m]``.
         order: memory for an order of samples, with at least as many entries as the largest size.
-        out: array ``[k, m, b]`` into which the positions of the samples are written. Entries without a sample are not
-            changed.
+        out: array ``[k, m, b]`` into which the positions of the samples are written. Entries without a sample remain
+            unchanged.
     """
     width = out.shape[2]
     for c in range(len(sizes)):

@@ -1,12 +1,12 @@
-"""The three matrix products of a linear layer, for many clients at once or for one client.
+"""The three matrix products of a linear layer, for many clients at once or for a single client.
 
 If each client has its own layer, many small matrix products are computed. A library for large products would spend most
-of its time on copying matrices and on function calls. Here, products of blocks of four rows make full use of the
+of the time copying matrices and calling functions. Here, products of blocks of four rows make full use of the
 processor's vector registers, and the gradient, the decay and the constant part of a step are applied in a single pass
 over the weights.
 
-The weights ``[o, i]`` and the bias ``[o]`` of a layer are stored in the rows ``[m, d]`` of the clients' parameters,
-beginning with column ``at`` for the weights and with column ``bias`` for the bias (-1: no bias).
+The weights ``[o, i]`` and the bias ``[o]`` of a layer are stored in the rows ``[m, d]`` of the clients' parameters. The
+weights start at column ``at``, and the bias starts at column ``bias`` (-1: no bias).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compilation of loops for the processor of this machine, by numba."""
+"""Compilation of loops by numba for the processor of this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     ``~`` in the working folder.
 
     numba compiles a stored function again if the file of the function has changed, but not if the function calls a
-    function from another file that has changed. In this case, remove the folder ``__pycache__``.
+    function from another file and that file has changed. In this case, remove the folder ``__pycache__``.
     """
     home = os.path.expanduser("~")
     places = [place for place in (os.path.dirname(__file__), home) if os.path.isdir(place)]
@@ -44,9 +44,9 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 def _lock_cache(loop: Any) -> Callable[..., Any]:
     """Allow only one process at a time to read or write the machine code of a compiled loop.
 
-    numba chooses the name of a file by the index that it has read, and writes the index before the file. Without a
-    lock, two processes that compile at the same time could store two versions under the same name, and a third process
-    could load the wrong one.
+    numba chooses the name of a file based on the index that it has read, and writes the index before the file. Without
+    a lock, two processes that compile at the same time could store two versions under the same name, and a third
+    process could load the wrong version.
     """
     if numba.config.DISABLE_JIT:  # then the loop stays a plain function
         return loop  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ def _locked(step: Callable[..., Any], folder: str) -> Callable[..., Any]:
 
 @contextmanager
 def _lock_folder(folder: str) -> Iterator[None]:
-    """Lock a folder with machine code, unless the disk does not support locks or the folder cannot be written."""
+    """Lock a folder of machine code, unless the disk does not support locks or the folder cannot be written."""
     lock = _lock_of(folder)
     try:
         os.makedirs(folder, exist_ok=True)

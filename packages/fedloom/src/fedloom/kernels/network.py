@@ -1,4 +1,4 @@
-"""Gradients and training of small networks, for one client after another, so that its parameters stay in the cache.
+"""Gradients and training of small networks, one client at a time, so that its parameters stay in the cache.
 
 A network consists of linear layers, each of which may be followed by a rectifier. The loss is the cross-entropy.
 """
@@ -73,8 +73,8 @@ def descend(
 
     In this order, the parameters of a client stay in the cache from one step to the next. With momentum, a step is ``v
     <- beta v + alpha gradient + steady + pulled w`` and then ``w <- w - rate v``, where v is zero before the first
-    step. The loss of a sample is its cross-entropy times ``factor`` and the weight of its class, divided by the number
-    of samples in the step.
+    step. The loss of a sample is its cross-entropy multiplied by ``factor`` and by the weight of its class, divided by
+    the number of samples in the step.
 
     Args:
         w: parameters of each client ``[m, d]``, which are changed.
@@ -95,7 +95,7 @@ def descend(
             zero.
         pulled: factor of each client's parameters in a step with momentum ``[m]``.
         rate: step size with momentum, which is the same for all clients.
-        row: memory for the parameters of one client ``[d]``, which begins at a cache line.
+        row: memory for the parameters of one client ``[d]``, which starts at a cache line.
         velocity: memory for the momentum of one client ``[d]``, or ``[0]`` without momentum.
         room: memory for the values of the layers, with ``b (i + sum of outputs + 2 largest outputs)`` entries.
 
@@ -174,7 +174,7 @@ def _copy(values: Any, out: Any) -> None:
 
 @compiled
 def _rectify(values: Any, h: Any) -> None:
-    """Replace values by 0 where ``h`` is not positive. NaN values stay NaN."""
+    """Replace values by 0 where ``h`` is not positive. NaN values remain NaN."""
     zero = values.dtype.type(0)
     for k in range(len(values)):
         values[k] = zero if h[k] <= zero else values[k]

@@ -24,8 +24,8 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
         out: normalized samples ``[r, i]``.
 
     Returns:
-        Value that the caller may ignore. It only prevents the compiler from removing the code that loads rows in
-        advance.
+        Value that the caller may ignore. Its only purpose is to prevent the compiler from removing the code that loads
+        rows in advance.
 
     Raises:
         IndexError: a position in ``index`` is not in 0..N-1.
@@ -65,7 +65,7 @@ def _above(value: object, best: object) -> Any:
 
 @compiled
 def pool(x: Any, out: Any, place: Any) -> None:
-    """Compute ``out <- max(0, maximum of each 2x2 square of x)``. NaN values stay NaN.
+    """Compute ``out <- max(0, maximum of each 2x2 square of x)``. NaN values remain NaN.
 
     Args:
         x: images ``[b, h, w, c]``. If the height or width is odd, the last row or column is ignored. int16 values

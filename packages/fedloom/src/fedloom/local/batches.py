@@ -16,15 +16,15 @@ PASS_STREAM = "pass"
 """Name of the stream for passes over a client's whole training part."""
 
 PIECE_SAMPLES = 1024
-"""Number of samples per client that are processed together in a pass over the whole training part."""
+"""Number of samples of each client that are processed together in a pass over the whole training part."""
 
 MIN_COMPILED_CLIENTS = 8
-"""Minimum number of clients for which a compiled loop draws the batches. With fewer clients, waiting for the compiler
-would take longer than it saves."""
+"""Minimum number of clients at which a compiled loop draws the batches. If there are fewer clients, waiting for the
+compiler would take longer than the time that it saves."""
 
 FixedBatches = Mapping[Purpose, Tensor]
-"""Batches of a client in a round ``[steps, b]``, keyed by stream: positions in its training part, padded with -1.
-These batches are given by the user instead of drawn."""
+"""Batches of a client in a round ``[steps, b]``, keyed by stream: positions in its training part, padded with -1. These
+batches are given by the user and are not drawn."""
 
 
 class BatchKey(NamedTuple):
@@ -43,14 +43,14 @@ class BatchKey(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One batch per client, as positions in its training part. Short batches are padded with -1.
+    """One batch per client, given by positions in the client's training part. Short batches are padded with -1.
 
     Attributes:
-        position: positions ``[m, b]`` from 0 to n_i - 1, or -1 for padding. Padding follows the samples.
+        position: positions ``[m, b]`` from 0 to n_i - 1, or -1 for padding. Padding comes after the samples.
         where: result ``[m, b]`` of `Oracle.locate` for these positions.
         count: number of samples in each client's batch ``[m, 1]``.
         ids: client ids ``[m]``.
-        draw: key of further random draws for this batch, such as dropout masks.
+        draw: key of additional random draws for this batch, such as dropout masks.
         total: number by which the sum of sample losses is divided ``[m, 1]``. This is ``count``, or the client's size
             if the batch is a part of its data.
         full: True if no client's batch is padded.
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """All batches of a chunk's clients in one stream.
+    """All batches of a chunk's clients that belong to one stream.
 
     Attributes:
         position: positions ``[steps, m, b]``.
@@ -105,7 +105,7 @@ class BatchPlan(NamedTuple):
         return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
     def each(self, steps: Tensor) -> Batch:
-        """Return the batch of each client in a different step per client, given by ``steps [m]``."""
+        """Return the batch of each client in a step that differs between clients, given by ``steps [m]``."""
         rows = torch.arange(len(steps))
         position, where, count = (t[steps, rows] for t in (self.position, self.where, self.count))
         return Batch(position, where, count, self.ids, self.draw, count, int(count.min()) == position.shape[1])
@@ -203,7 +203,7 @@ def pieces(
 ) -> list[Batch]:
     """Return batches that together cover each client's training part (of size ``sizes [m, 1]``), or only ``places``.
 
-    Each batch contains up to ``together`` samples of every client, without the clients at the end that have none left.
+    Each batch contains up to ``together`` samples of every client, except clients at the end that have no samples left.
     """
     longest, together = int(sizes.max()), PIECE_SAMPLES if together is None else together
     batches = []

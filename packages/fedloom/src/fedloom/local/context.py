@@ -1,4 +1,4 @@
-"""Context of a round: what the functions of the server know."""
+"""Context of a round, which contains what the functions of the server know."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Ctx(NamedTuple):
     """Information about a round for the functions of the server. It is the same in simulations and in deployments.
 
     Attributes:
-        round: number of the round, from 1, or 0 in `Algorithm.init`.
+        round: number of the round, counted from 1, or 0 in `Algorithm.init`.
         n: number of all clients.
         m: number of clients in the cohort (after rejecting uploads).
         ids: ids of these clients ``[m]``.
         layout: names and shapes of the model's parameters.
-        weight: weights alpha_i of the clients in the objective ``[n, 1]``, which sum to 1.
+        weight: weights alpha_i of the clients in the objective ``[n, 1]``, which add up to 1.
         sizes: number of training samples of each client ``[n, 1]``.
         groups: group of each client ``[n]``, or None if the run defines no groups.
         local: settings of local training.
@@ -59,7 +59,7 @@ class Ctx(NamedTuple):
 
     @property
     def cohort_masses(self) -> Tensor:
-        """Values of `masses` for the clients of the cohort, ``[m, 1]``."""
+        """Values of `masses` for the clients in the cohort, ``[m, 1]``."""
         return self.weight[self.ids].double() / _largest(self.weight)
 
     @property
@@ -70,13 +70,13 @@ class Ctx(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """Duration of a round of local SGD in gradient-flow time: step size times mean number of steps.
+        """Duration of a round of local SGD in gradient-flow time: step size times the mean number of steps.
 
         With momentum, step i is counted as 1 + ... + momentum^(i-1) steps, which is exact for a constant gradient.
-        Dampening and Nesterov momentum are taken into account, too. Optimizers that normalize the gradient move each
-        coordinate by about the step size, no matter how large the gradient is. The length of such a step is converted
-        to time as if the gradient had a norm of 1. Adam's averages can be ignored here, because they do not change a
-        constant gradient.
+        Dampening and Nesterov momentum are also taken into account. If an optimizer normalizes the gradient, it moves
+        each coordinate by about the step size, no matter how large the gradient is. The length of such a step is
+        converted to time as if the gradient had a norm of 1. Adam's averages can be ignored here, because they do not
+        change a constant gradient.
         """
         local = self.local
         sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))

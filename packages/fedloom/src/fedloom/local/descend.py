@@ -1,4 +1,4 @@
-"""descend: local SGD (or another optimizer) whose direction is given as data, so that oracles can fuse the steps."""
+"""descend: local SGD (or another optimizer) with a direction that is given as data, so oracles can fuse the steps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def descend(
 
     A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, where g is the gradient on a batch, with the momentum,
     decay and clipping of `LocalSGD`. If a prox is given, the step ``w <- centre + prox_{lr f}(w - centre)`` follows.
-    The other optimizers of `LocalSGD` use the same direction, but support no prox.
+    The other optimizers of `LocalSGD` use the same direction, but do not support a prox.
 
     Args:
         w: starting point of each client, ``[d]`` or ``[m, d]``. Not modified.
@@ -75,16 +75,16 @@ def descend(
         prox: pair (f, centre) of the function and the point around which it is applied. If the point is None, it is
             zero.
         mask: mask ``[d]`` or ``[m, d]`` of bool or of zeros and ones, which marks the coordinates that may change.
-        steps: number of steps, ``[m, 1]`` or a single number. None for the number of steps in the round.
+        steps: number of steps, ``[m, 1]`` or a single number. None stands for the number of steps in the round.
         stream: name of the stream of batches. Calls with the same name use the same batches.
-        lr: step size. None for the step size of the round.
+        lr: step size. None stands for the step size of the round.
         scale: factor s > 0 of the local loss, ``[m, 1]``. None for 1.
         decay: factor in (0, 1] by which the step size is multiplied after each step.
         terms: functions of the representation that are added to the loss. Their gradient is added to the gradient of
             the batch before clipping.
 
     Returns:
-        ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is solved exactly instead.
+        ``[m, d]``. If a problem can be solved exactly (`Quadratic` with ``solve=True``), it is solved exactly instead.
 
     Raises:
         CodeError: ``pull`` does not consist of pairs, or a strength has the wrong shape.
@@ -196,7 +196,7 @@ def descend(
 
 
 class _Left(NamedTuple):
-    """Parameters without a gradient, whose values are saved before an optimizer step that may change them.
+    """Parameters that have no gradient. Their values are saved before an optimizer step that may change them.
 
     PyTorch optimizers skip parameters that have no gradient. In a row of all parameters, such a parameter has a
     gradient of 0 instead.
@@ -212,7 +212,7 @@ class _Left(NamedTuple):
         return cls(skipped, w[skipped])
 
     def put_back_(self, w: Tensor) -> None:
-        """Restore the saved values in ``w``."""
+        """Restore the values in ``w`` that were saved."""
         w[self.skipped] = self.before
 
 

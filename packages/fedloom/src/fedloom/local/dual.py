@@ -32,8 +32,8 @@ class _Rows(NamedTuple):
 def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float) -> Primal:
     """Run local SGD on f_i(theta) + lam/2 ||theta - w||^2, and update w and pi after each epoch.
 
-    With the client's weight a_i, the updates are w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), and then
-    ``pi <- pi + rho (w - x)``. Momentum carries over from one epoch to the next. The last epoch may be incomplete.
+    With the client's weight a_i, the updates are w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), and then ``pi <- pi
+    + rho (w - x)``. Momentum is carried over from one epoch to the next. The last epoch may be incomplete.
 
     Args:
         theta: starting point of each client ``[m, d]``.
@@ -45,7 +45,7 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
         rho: penalty of the constraint w = x.
 
     Returns:
-        The variables after the steps of the round. They stay unchanged for clients that take no step.
+        The variables after the steps of the round. For clients that take no step, they remain unchanged.
     """
 
     def step(r: _Rows, work: Work, batch: Batch) -> _Rows:

@@ -1,4 +1,4 @@
-"""Inexact solution of a local problem of ADMM, which ends when a relative criterion holds.
+"""Inexact solution of a local problem of ADMM, which ends as soon as a relative criterion holds.
 
 One of the solvers is gradient descent.
 """
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 Solver = Literal["svrg", "gd", "sgd", "released"]
 """Name of a solver: SVRG, gradient descent, the run's local SGD, or `svrg_without_refresh` ("released").
 
-The last one ignores the proximal terms and the shift.
+The last one does not include the proximal terms and the shift.
 """
 
 
 class DescentResult(NamedTuple):
     """Last points ``w [m, d]`` of the clients, and their numbers of ``steps [m, 1]``.
 
-    ``met [m, 1]`` is True if the stopping rule holds.
+    ``met [m, 1]`` is True for clients for which the stopping rule holds.
     """
 
     w: Tensor
@@ -52,11 +52,12 @@ def gradient_descent(
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
-        work: local problems of the clients. Each step computes a full gradient, and one more is computed at the end.
+        work: local problems of the clients. Each step computes a full gradient, and one additional full gradient is
+            computed at the end.
         pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
-        steps: maximum number of steps, ``[m, 1]`` or a single number. None for the number of steps in the round.
-        lr: step size. None for the step size of the round.
+        steps: maximum number of steps, ``[m, 1]`` or a single number. None stands for the number of steps in the round.
+        lr: step size. None stands for the step size of the round.
         until: stopping rule that is checked after each step.
 
     Returns:
@@ -90,7 +91,7 @@ def inexact(
     gradients of f_i have a Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2 for the minimizer
     w*, because (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. If L >= beta, this does not follow, and
     the bound is set to zero, so that all iterations are run. "sgd" repeats the local steps of the round until the
-    criterion holds. With one iteration, "sgd" is the same as `descend`, which does not check a criterion.
+    criterion holds. With one iteration, "sgd" is the same as `descend`, which does not check any criterion.
 
     Args:
         w: starting points ``[m, d]``.
@@ -103,7 +104,8 @@ def inexact(
         most: maximum number of outer iterations of SVRG, steps of gradient descent, or repetitions of the round's SGD,
             for clients that train in the round.
         inner: number of steps in each outer iteration (see `svrg`).
-        lr: step size. None for 1/(8 beta) in SVRG, 1/beta in gradient descent, and the round's step size in SGD.
+        lr: step size. If None, this is 1/(8 beta) in SVRG, 1/beta in gradient descent, and the round's step size in
+            SGD.
 
     Returns:
         The last point and the number of iterations of each client (of steps with "gd" and "sgd"), and whether the
@@ -128,7 +130,7 @@ def inexact(
 
 
 def below(method: object, beta: float | None, smooth: float) -> list[str]:
-    """Return a warning if a given beta is at most L, because the criterion in `inexact` then guarantees nothing."""
+    """Return a warning if a given beta is at most L, because the criterion in `inexact` then provides no guarantee."""
     if not beta or beta > smooth:
         return []
     return [

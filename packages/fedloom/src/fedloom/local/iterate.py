@@ -31,12 +31,14 @@ def iterate(
     Args:
         step: function of the rows and the work of the clients that have not finished, and of ``batches`` batches.
         rows: tensor or NamedTuple of tensors ``[m, .]``. It must contain all values per client that ``step`` reads.
-        work: local problems of the clients. In ``step``, ``work.k`` is the number of the step, from 0.
-        steps: number of steps, ``[m, 1]`` or a single number. None for ``work.steps``, or the number of given batches.
+        work: local problems of the clients. In ``step``, ``work.k`` is the number of the step, counted from 0.
+        steps: number of steps, ``[m, 1]`` or a single number. None stands for ``work.steps``, or for the number of
+            given batches.
         batches: number of batches that each step uses.
-        stream: name of the stream of batches. Calls with the same name use the same batches, and different names give
-            different orders of the samples.
-        until: function that is called after each step and returns bool ``[m, 1]``. True ends the training of a client.
+        stream: name of the stream of batches. Calls with the same name use the same batches, whereas different names
+            give different orders of the samples.
+        until: function that is called after each step and returns bool ``[m, 1]``. If True, the training of a client
+            ends.
 
     Returns:
         The rows after each client's last step, in the original order.

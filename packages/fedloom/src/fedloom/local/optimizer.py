@@ -1,4 +1,4 @@
-"""Training with optimizers other than plain SGD (a class of `torch.optim` or of the user), and their states."""
+"""Training with optimizers other than plain SGD (from `torch.optim` or user-defined), and their states."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Slot(NamedTuple):
 class OptimizerStates:
     """States of the clients' optimizers between two rounds, as W numbers for each of S streams ``[m, S W]``.
 
-    The first number of each stream is 1 if there is a state. Each call of `descend` in a round has its own optimizers,
-    which are named after its stream: a second call with "local" is named "local 2", but ("local", 1) continues "local".
+    If there is a state, the first number of each stream is 1. For each call of `descend` in a round, there are separate
+    optimizers, which are named after its stream: a second call with "local" is named "local 2", but ("local", 1)
+    continues "local".
 
     Attributes:
         rows: states ``[m, S W]``.
@@ -109,7 +110,7 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
 
 
 def elementwise(local: LocalSGD) -> bool:
-    """Return True if each parameter is a client's row, not a tensor of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
+    """Return True if each parameter is a client's row and not a tensor of the model (see `ELEMENTWISE_OPTIMIZERS`)."""
     return local.optimizer_class in ELEMENTWISE_OPTIMIZERS
 
 
@@ -124,12 +125,12 @@ def _takes_decay(optimizer: Any) -> bool:
 
 
 def decays_itself(local: LocalSGD) -> bool:
-    """Return True if the optimizer applies weight decay itself, either as an L2 term or decoupled from the gradient."""
+    """Return True if the optimizer itself applies weight decay, either as an L2 term or decoupled from the gradient."""
     return _takes_decay(local.optimizer_class)
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
-    """Find the entries of an optimizer's state for one client by taking a step with a zero gradient.
+    """Determine the entries of an optimizer's state for one client by taking a step with a zero gradient.
 
     Args:
         local: settings that name the optimizer and its options.

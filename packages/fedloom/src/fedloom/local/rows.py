@@ -90,7 +90,7 @@ def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
 
 
 def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
-    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it has an entry per coordinate.
+    """Return ``value`` as ``[m, 1]``, or as ``[m, d]`` if it has one entry per coordinate.
 
     Args:
         value: number or tensor ``[m, 1]``, ``[d]``, ``[1, d]`` or ``[m, d]``.
@@ -98,7 +98,7 @@ def per_coordinate(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
         like: tensor ``[m, d]`` whose dtype and device the result has.
 
     Raises:
-        CodeError: the value has any other shape.
+        CodeError: the value has a different shape.
     """
     rows, d = torch.as_tensor(value, dtype=like.dtype, device=like.device), like.shape[-1]
     if rows.numel() == 1 or tuple(rows.shape) == (m, 1):

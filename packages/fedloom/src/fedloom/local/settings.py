@@ -28,7 +28,7 @@ MOMENTUM_RANGES: dict[str, Callable[[float], bool]] = {
 """Momentum options of PyTorch optimizers, with a check of their ranges."""
 
 MIN_STEP_SIZE = 1e-45
-"""Minimum step size. Smaller values would be zero in float32."""
+"""Minimum step size. Smaller values would become zero in float32."""
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -50,8 +50,8 @@ class LocalSGD(Value):
     the parameters, and the proximal terms and shift of the method. Momentum is applied to this sum, as in
     ``torch.optim.SGD``.
 
-    Any other ``optimizer`` uses the same direction. If an optimizer has an argument ``weight_decay``, it applies the
-    weight decay itself (in AdamW, the weight decay is decoupled from the gradient and 0.01 by default).
+    Any other ``optimizer`` uses the same direction. If an optimizer has an argument ``weight_decay``, the optimizer
+    itself applies the weight decay (in AdamW, the weight decay is decoupled from the gradient and 0.01 by default).
     """
 
     lr: float = Field(0.01, gt=0, description="learning rate of local SGD in the first round")
@@ -180,7 +180,7 @@ class LocalSGD(Value):
         """Raise an error if local training takes no steps, or if the step size becomes zero within ``rounds`` rounds.
 
         Raises:
-            ConfigError: the settings allow no step. The message names these settings.
+            ConfigError: no step is possible with these settings. The message names these settings.
         """
         key = "epochs" if self.steps is None else "steps"
         if not getattr(self, key):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_SMOOTHNESS_RATIO = 100.0
-"""Maximum constant of a client that is accepted, as a multiple of the median over clients."""
+"""Maximum accepted constant of a client, as a multiple of the median over clients."""
 
 
 class _Power(NamedTuple):
@@ -34,7 +34,7 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
     Args:
         w: point, ``[d]`` or ``[m, d]``.
         work: local problems of the clients. Each iteration computes two full gradients.
-        iterations: number of power iterations. The estimate increases towards the eigenvalue with more iterations.
+        iterations: number of power iterations. With more iterations, the estimate increases toward the eigenvalue.
 
     Returns:
         ``[m, 1]``.
@@ -57,7 +57,7 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 def largest(smooth: Tensor, give: str) -> Tensor:
     """Return the largest of the clients' constants ``[m, 1]`` as ``[1]``, but at most `MAX_SMOOTHNESS_RATIO` medians.
 
-    Because of this limit, a single client that reports a huge constant cannot bring a run to a halt.
+    Because of this limit, a single client that reports a huge constant cannot stall a run.
 
     Raises:
         ConfigError: the constant is 0 or not finite. ``give`` names the options to set instead.

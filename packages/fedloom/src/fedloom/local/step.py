@@ -28,7 +28,7 @@ def step_(
         work: local problems of the clients.
         batch: one batch per client.
         lr: step size, which is a number or ``[m, 1]``.
-        at: point ``[m, d]`` at which the gradient is computed. None for ``w`` before the step.
+        at: point ``[m, d]`` at which the gradient is computed. None stands for ``w`` before the step.
         keep: factor of w, which is a number, ``[m, 1]`` or ``[m, d]``.
         steady: vector ``[m, d]`` that is added, or None.
 
@@ -67,7 +67,7 @@ def decay_of(work: Work, w: Tensor) -> Tensor:
 
 
 def shrink_(work: Work, w: Tensor, lr: float) -> Tensor:
-    """Shrink ``w`` in place by a step of size ``lr`` on the weight decay, and return it."""
+    """Shrink ``w`` in place by a weight-decay step of size ``lr``, and return it."""
     factor = 1 - lr * work.local.weight_decay
     reached = work.oracle.reached if work.local.weight_decay else None
     return w.mul_(factor) if reached is None else w.mul_(1 + (factor - 1) * reached)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Steppers:
-    """Optimizers of the clients in one call of `descend`.
+    """Optimizers of the clients during one call of `descend`.
 
     Args:
         w: starting point of each client ``[m, d]``.

@@ -26,7 +26,7 @@ Until = Callable[[Tensor, Tensor], Tensor]
 class SvrgResult(NamedTuple):
     """Last points ``w [m, d]`` of the clients, and their numbers of ``outer [m, 1]`` iterations.
 
-    ``met [m, 1]`` is True if the stopping rule holds.
+    ``met [m, 1]`` is True for clients for which the stopping rule holds.
     """
 
     w: Tensor
@@ -71,7 +71,7 @@ def svrg(
     An outer iteration computes the full gradient at a snapshot v, and then takes ``inner`` steps ``w <- w - lr (g(w) -
     g(v) + grad L(v) + sum mu (w - v))`` from v. The next snapshot is drawn uniformly from w_0, ..., w_{inner-1} (Option
     II of Johnson and Zhang, NeurIPS 2013), and the iteration ends at the drawn point. The proximal terms and the shift
-    are computed exactly instead of being sampled.
+    are computed exactly rather than sampled.
 
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
@@ -79,9 +79,9 @@ def svrg(
         pull: proximal terms (mu, x).
         shift: vector ``[d]`` or ``[m, d]``.
         outer: maximum number of outer iterations, ``[m, 1]`` or a single number.
-        inner: number of steps in each outer iteration. None for one epoch of each client, but at least 2. With 1, the
-            point never moves, because the last iterate is never drawn.
-        lr: step size. None for the step size of the round.
+        inner: number of steps in each outer iteration. If None, one epoch of each client is used, but at least 2 steps.
+            With 1, the point never moves, because the last iterate is never drawn.
+        lr: step size. None stands for the step size of the round.
         until: stopping rule for full directions, which are computed in any case. It is checked after each outer
             iteration.
         stream: name of the stream of batches.
@@ -116,7 +116,7 @@ def svrg_without_refresh(w: Tensor, work: Work, lr: float | None = None, stream:
     Args:
         w: starting point, ``[d]`` or ``[m, d]``.
         work: local problems of the clients.
-        lr: step size. None for the step size of the round.
+        lr: step size. None stands for the step size of the round.
         stream: name of the stream of batches.
 
     Returns:

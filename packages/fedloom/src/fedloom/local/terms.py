@@ -1,4 +1,4 @@
-"""Terms, which a method adds to the loss of each sample as a function of its representation."""
+"""Terms, which a method adds to the loss of each sample as a function of the sample's representation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Term(NamedTuple):
 
     Attributes:
         fn: function of one client's samples and of this client's row of `argument`.
-        weight: number or tensor ``[m, 1]``. A term is ignored if all its weights are zero.
-        anchors: further models ``[d]`` or ``[m, d]``. The function receives the features of the same samples under
+        weight: number or tensor ``[m, 1]``. A term is ignored if all of its weights are zero.
+        anchors: additional models ``[d]`` or ``[m, d]``. The function receives the features of the same samples under
             these models.
         argument: tensor or NamedTuple of tensors ``[m, .]``, or None.  The function receives the client's row of it.
     """
@@ -45,7 +45,7 @@ class Bound(NamedTuple):
 
 
 def active(terms: Sequence[Term]) -> list[Term]:
-    """Return the terms that have a nonzero weight."""
+    """Return the terms whose weight is not zero."""
     return [t for t in terms if bool(torch.as_tensor(t.weight).any())]
 
 

@@ -1,4 +1,4 @@
-"""Work: everything that an algorithm may compute about the clients' local problems."""
+"""Work: everything about the clients' local problems that an algorithm is allowed to compute."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Work:
 
     Attributes:
         ids: client ids ``[m]``.
-        round: number of the round, from 1.
-        k: number of the current step in `iterate`, from 0.
+        round: number of the round, counted from 1.
+        k: number of the current step in `iterate`, counted from 0.
         lr: step size of the round.
         local: settings of local training.
-        weight: weights alpha_i of the clients in the objective ``[m, 1]``. The weights of all clients sum to 1.
+        weight: weights alpha_i of the clients in the objective ``[m, 1]``. The weights of all clients add up to 1.
         steps: number of local steps in the round ``[m, 1]``.
         sizes: number of training samples ``[m, 1]``.
         layout: names and shapes of the model's parameters.
         fixed_batches: batches of each client, keyed by stream, if a run replays them. None if batches are drawn.
-        counted: True if ``steps`` is the number of given batches, several of which may be used by one step of
+        counted: True if ``steps`` is the number of given batches, several of which may be used by a single step of
             `iterate`.
         projection: matrix ``[k, d]`` of a method that works in a subspace, if a run replays it. None if the matrix is
             drawn.
-        memory: states of the clients' optimizers, which continue from the previous round. None if optimizers start
-            without a state.
-        places: positions of the samples to which batches and losses are restricted ``[m, b]``. None for all samples
-            (see `fedloom.local.split`).
+        memory: states of the clients' optimizers, from which the optimizers continue after the previous round. None if
+            optimizers start without a state.
+        places: positions of the samples to which batches and losses are restricted ``[m, b]``. None stands for all
+            samples (see `fedloom.local.split`).
     """
 
     def __init__(
@@ -175,11 +175,11 @@ class Work:
     ) -> None:
         """Set ``out <- beta out + alpha grad + steady``, where grad is the gradient of mean loss plus terms at ``w``.
 
-        Samples are counted as backward samples, and also as forward samples for each anchor of a term (see
+        Samples are counted as backward samples, and additionally as forward samples for each anchor of a term (see
         `fedloom.local.terms`).
 
         Raises:
-            ConfigError: terms are given, but the model cannot process its samples one by one.
+            ConfigError: terms are given, but the model cannot process its samples individually.
         """
         self._count(self.counts.backward, batch.count)
         self._count_anchors(batch, terms)
@@ -206,7 +206,7 @@ class Work:
             w: model, ``[d]`` or ``[m, d]``.
 
         Raises:
-            ConfigError: the task has no classes, or the model cannot process its samples one by one.
+            ConfigError: the task has no classes, or the model cannot process its samples individually.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.features(each_client(w, self.m), self.ids)
@@ -218,7 +218,7 @@ class Work:
             w: model, ``[d]`` or ``[m, d]``.
 
         Raises:
-            ConfigError: the task has no classes, or the model cannot process its samples one by one.
+            ConfigError: the task has no classes, or the model cannot process its samples individually.
         """
         self._count(self.counts.forward, self.sizes)
         return self.oracle.class_means(each_client(w, self.m), self.ids)
@@ -226,7 +226,7 @@ class Work:
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
         """Take all SGD steps on ``w [m, d]`` in place with one call of a compiled loop.
 
-        Return False if the oracle has no such loop.
+        If the oracle has no such loop, return False.
         """
         descend = self.oracle.loop_for(w)
         if descend is None or not self.m:
@@ -243,7 +243,7 @@ class Work:
         counter.index_add_(0, self.slots[: len(samples)], samples[:, 0])
 
     def count_steps(self, steps: Tensor | int = 1) -> None:
-        """Count ``steps [m]``, or the same number for all current clients.
+        """Count ``steps [m]``, or the same number of steps for all current clients.
 
         Steps that use batches are counted by `iterate`.
         """
@@ -283,7 +283,7 @@ class Work:
         return total
 
     def accuracy(self, w: Tensor) -> Tensor:
-        """Return the fraction of each client's training samples that ``w`` predicts correctly, ``[m, 1]``.
+        """Return the fraction ``[m, 1]`` of each client's training samples that ``w`` predicts correctly.
 
         Raises:
             ConfigError: the task has no classes.
@@ -295,7 +295,7 @@ class Work:
         """Count the client's training samples in two groups of rows, ``[m, 8]``, for a binary task.
 
         For the first group and then the second, the result contains four numbers: all samples, samples predicted as 1,
-        samples labeled 1, and samples that are both.
+        samples labeled 1, and samples that are both predicted and labeled as 1.
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
@@ -311,7 +311,7 @@ class Work:
     def class_counts(self) -> Tensor:
         """Number of training samples per class of each client, ``[m, c]``.
 
-        They are counted on the client, and no message contains them.
+        They are counted on the client, and are not contained in any message.
 
         Raises:
             ConfigError: the task has no classes.
@@ -341,7 +341,7 @@ class Work:
         return self.plan(stream, steps).each(steps - 1)
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
-        """Return one random generator per client for a purpose in this round."""
+        """Return one random generator for each client, for a purpose in this round."""
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
     def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
@@ -374,7 +374,7 @@ class Work:
         return self.with_(**parts, fixed_batches=fixed_batches)
 
     def with_(self, **changes: object) -> Work:
-        """Return the same work with some attributes replaced."""
+        """Return the same work after replacing some attributes."""
         other = object.__new__(Work)
         other.__dict__ = {**self.__dict__, **changes}
         return other
@@ -382,7 +382,7 @@ class Work:
     def pieces(self) -> list[Batch]:
         """Return batches that cover the client's training part, weighted so that losses add up to the mean.
 
-        Batches leave out clients at the end that have no samples left.
+        Batches omit clients at the end that have no samples left.
         """
         together = int(self.sizes.max()) if self.oracle.whole else None
         return pieces(self.ids, self.sizes, self.seed, self.round, self.oracle.locate, together, self.places)

@@ -30,7 +30,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "hub": Hub,
     "import": Import,
 }
-"""Classes of model specifications, by the value of ``kind`` in the ``[model]`` table of an experiment file."""
+"""Classes of model specifications, keyed by the value of ``kind`` in the ``[model]`` table of an experiment file."""
 MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(name) for name in PAPER_NETWORKS}}
 """Classes for all kinds in `MODELS` and all networks in `PAPER_NETWORKS`, with the default values that a run uses."""
 

@@ -78,7 +78,7 @@ class Adapted(nn.Module):
 def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
     """Return a copy of a module with adapters added.
 
-    In the copy, only the adapters are trainable, and the head if ``adapters.head`` is True.
+    In the copy, only the adapters are trainable and, if ``adapters.head`` is True, the head.
 
     The initial values of the adapters are drawn from torch's global generator.
 
@@ -115,9 +115,9 @@ def add_adapters(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Modul
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """Return a copy of a module in which adapters are merged into their layers, so that it has its original layers.
+    """Return a copy of a module in which adapters are merged into their layers, which restores the original layers.
 
-    A module without adapters is returned itself.
+    A module without adapters is returned unchanged.
     """
     adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     module = copy.deepcopy(module) if adapters else module

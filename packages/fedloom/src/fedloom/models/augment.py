@@ -1,6 +1,6 @@
 """Random changes of training images, which are drawn from each client's own generator.
 
-By default, images are not changed.
+By default, images remain unchanged.
 
 `Augment.draw` draws the random decisions for a batch of one client. `Augment.apply` applies these decisions to the
 images of one or more clients.
@@ -37,7 +37,7 @@ class Augment(Value):
 
     @property
     def changes(self) -> bool:
-        """True if images may be changed."""
+        """True if the augmentation may change images."""
         return self.flip > 0 or (self.crop > 0 and self.crop_probability > 0)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -48,7 +48,7 @@ class Augment(Value):
         return torch.cat([flip, torch.where(chance[:, 1:] < self.crop_probability, corner, self.crop)], 1)
 
     def apply(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Return images with random changes.
+        """Return images to which random changes have been applied.
 
         Args:
             x: images ``[..., c, h, w]`` with any number of leading dimensions.

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Module):
-    """Layer that multiplies by the buffer ``mask`` in training, and returns its input in evaluation.
+    """Layer that multiplies by the buffer ``mask`` in training, and returns its input unchanged in evaluation.
 
     The engine draws masks from the client's own generator with `draw`. It passes them to the layer by assignment to the
-    buffer or with `torch.func.functional_call`, which also supports one mask for each client under `torch.func.vmap`.
-    Until the engine sets ``mask``, it is 1, so that nothing is dropped. The buffer is not included in the state dict.
+    buffer or by `torch.func.functional_call`, which also supports one mask for each client under `torch.func.vmap`.
+    Until the engine sets ``mask``, it is 1, so that no values are dropped. The buffer is not included in the state
+    dict.
 
     Args:
         p: probability in [0, 1) with which a feature is dropped.
@@ -30,7 +31,7 @@ class Dropout(nn.Module):
         self.register_buffer("mask", torch.ones(()), persistent=False)
 
     def draw(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draw a mask ``[b, *features]`` with values 1 / (1 - p) with probability 1 - p, and otherwise 0."""
+        """Draw a mask ``[b, *features]`` whose values are 1 / (1 - p) with probability 1 - p, and 0 otherwise."""
         kept = torch.rand(shape, dtype=torch.float32, generator=generator, device=generator.device).ge_(self.p)
         return kept.to(self.mask.dtype).mul_(1 / (1 - self.p))
 

@@ -16,10 +16,10 @@ class Factorised(NamedTuple):
     """Model with factorized layers.
 
     Attributes:
-        module: changed copy of the original module, in evaluation mode. The original module is not changed.
+        module: changed copy of the original module, in evaluation mode. The original module remains unchanged.
         parameters: number of parameters of the changed copy.
         before: number of parameters of the original module.
-        ranks: rank of each replaced layer, by the name of the layer.
+        ranks: rank of each replaced layer, keyed by the name of the layer.
     """
 
     module: nn.Module
@@ -32,13 +32,14 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
     """Replace each `nn.Linear` and `nn.Conv2d` by two thinner layers if they have fewer parameters (FedSLR, Table 9).
 
     A convolution ``[o, i, k, l]`` is treated as the matrix ``[o*k, i*l]`` (FedSLR, section 3). It is replaced by a
-    convolution with kernel ``1 x l`` and ``r`` output channels, followed by one with kernel ``k x 1``. A convolution
-    is not replaced if it has groups, a padding mode other than zeros, or a padding given as text such as "same".
+    convolution with a ``1 x l`` kernel and ``r`` output channels, followed by one with a ``k x 1`` kernel. A
+    convolution is not replaced if it has groups, a padding mode other than zeros, or a padding given as text, such as
+    "same".
 
     Args:
-        module: model to be factorized. If no singular value is dropped, the predictions stay the same up to rounding.
-        rank: maximum number of singular values that are kept in each layer. None to keep all singular values above the
-            tolerance.
+        module: model to be factorized. If no singular value is dropped, the predictions remain the same up to rounding.
+        rank: maximum number of singular values that are kept in each layer. If None, all singular values above the
+            tolerance are kept.
         tolerance: fraction in [0, 1) of a layer's largest singular value, below which singular values are dropped.
 
     Returns:
@@ -73,10 +74,10 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
 
     Args:
         module: model before it is factorized.
-        ranks: rank of each replaced layer by its name, as in `Factorised.ranks`.
+        ranks: rank of each replaced layer, keyed by name, as in `Factorised.ranks`.
 
     Raises:
-        ConfigError: a name is not the name of a layer that can be replaced.
+        ConfigError: a name is not the name of a replaceable layer.
     """
     thinned = copy.deepcopy(module).eval()
     layers = dict(thinned.named_modules())

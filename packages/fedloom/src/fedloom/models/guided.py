@@ -38,7 +38,8 @@ class Valve(nn.Module):
 class Guided(Bodied):
     """Network with a valve below its head and with an embedding of each class (GPFL).
 
-    It predicts from the features under the second, personal condition. The embeddings have no influence on predictions.
+    It predicts from the features under the second condition, which is personal. The embeddings do not influence
+    predictions.
 
     Attributes:
         body: part of the network below its head.
@@ -76,7 +77,7 @@ class Guided(Bodied):
 
 
 class GuidedOption(Construction):
-    """Option ``guided`` of a model, which replaces its network by `Guided`."""
+    """Option ``guided`` of a model, which replaces the network of the model by `Guided`."""
 
     option = "guided"
     guided: bool = Field(

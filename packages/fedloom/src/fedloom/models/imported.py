@@ -23,19 +23,19 @@ from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
 OwnModel = nn.Module | Callable[..., nn.Module]
-"""User's own module, or a class or function that returns one."""
+"""User's own module, or a class or function that returns such a module."""
 ABSENT_VALUE = object()
-"""Marker that stands for an attribute that does not exist."""
+"""Marker that represents an attribute that does not exist."""
 PLAIN_TYPES = (int, float, str, type(None))
 CONTAINER_TYPES = (list, dict, set, deque)
 CHANGEABLE_TYPES = (Tensor, tuple, *PLAIN_TYPES, *CONTAINER_TYPES)
-"""Types of the attributes whose changes by a forward pass are noticed."""
+"""Types of the attributes for which it is noticed if a forward pass changes them."""
 OF_TORCH = {*vars(nn.Module())}
 """Attributes that every module has."""
 
 
 class _UserModel(ModelSpec):
-    """A model that the user's code builds."""
+    """A model that is built by the user's code."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return self._build(shape, outputs, None)
@@ -52,13 +52,13 @@ class _UserModel(ModelSpec):
 
 
 class Import(_UserModel):
-    """Class or function of the user that returns an `nn.Module`.
+    """User-defined class or function that returns an `nn.Module`.
 
     It is called with ``options`` as keyword arguments, and with ``shape`` and ``outputs`` if it has parameters with
-    these names. For sequences, it is called in the same way with ``vocabulary`` (the number of tokens) and ``each``
-    (True if each position has a label). The module must accept samples ``[b, *shape]`` and return outputs of the shape
-    that is described in `ModelSpec`. The attributes ``head`` and ``penultimate`` of the module may name its parts (see
-    `fedloom.models.parts`). The code that the path names is executed.
+    these names. For sequences, it is also called with ``vocabulary`` (the number of tokens) and ``each`` (True if each
+    position has a label). The module must accept samples ``[b, *shape]`` and return outputs in the shape that
+    `ModelSpec` describes. The module's attributes ``head`` and ``penultimate`` may name its parts (see
+    `fedloom.models.parts`). The code to which the path refers is executed.
     """
 
     path: str = Field(pattern=IMPORT_PATH_PATTERN, description="class or function, as 'package.module:Name'")
@@ -72,11 +72,11 @@ class Import(_UserModel):
 
 
 class Held(_UserModel):
-    """A module, class or function in this process with no import path, such as one defined in a notebook cell.
+    """A module, class or function in this process without an import path, e.g. one defined in a notebook cell.
 
-    A module is copied with its weights, which are the initial values for all seeds. A class or function is called as
-    described in `Import`. In checkpoints, the object is identified by ``digest``. To resume a run in another process,
-    define the same object there.
+    A module is copied with its weights, which are the initial values for all seeds. A class or function is called in
+    the way described in `Import`. In checkpoints, the object is identified by ``digest``. To resume a run in a
+    different process, define the same object there.
     """
 
     kind: ClassVar[str] = "held"
@@ -104,7 +104,7 @@ def describe_model(model: object) -> ModelSpec | None:
 
     Args:
         model: an `nn.Module` (whose weights are the initial values), a class of modules, or a function that returns a
-            module. If the object has an import path, the specification is an `Import`, otherwise a `Held`.
+            module. If the object has an import path, the specification is an `Import`. Otherwise, it is a `Held`.
     """
     if isinstance(model, nn.Module):
         lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
@@ -194,7 +194,7 @@ def _flatten_pixels(module: nn.Module, inputs: object, output: object) -> Any:
 
 
 def batch_norm_layers(module: nn.Module) -> list[str]:
-    """Return the names of layers that normalize each sample with the other samples of the batch, even in evaluation."""
+    """Return the layers that normalize each sample together with the other samples of the batch, even in evaluation."""
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
     return [name for name, m in layers if m.running_mean is None]
 
@@ -218,12 +218,12 @@ def try_out(
 
     The values of the samples are 0. If the module fails on them, the values are 1, because a module may mask all
     positions with value 0; for tokens, the values are always 1. The module is also applied to a single sample, for
-    which the output must have the same shape. If some layers normalize each sample with the other samples of the batch,
-    the module must not fail on a single sample.
+    which the output must have the same shape. If some layers normalize each sample together with the other samples of
+    the batch, the module must not fail on a single sample.
 
     Raises:
-        ConfigError: the module fails, its output has a different shape than `ModelSpec` describes, or the output
-            depends on no parameter.
+        ConfigError: the module fails, the shape of its output differs from the description in `ModelSpec`, or the
+            output depends on no parameter.
     """
     training = module.training
     if tokens and tokens[0]:
@@ -297,8 +297,8 @@ def try_out(
 def _trains(module: nn.Module, samples: Tensor) -> bool:
     """Return True if the outputs have a gradient in training mode.
 
-    The function also returns True if the module fails in training mode. Training mode is tested because some modules
-    compute no gradients in evaluation mode.
+    True is also returned if the module fails in training mode. Training mode is tested, because some modules do not
+    compute gradients in evaluation mode.
     """
     try:
         with torch.enable_grad():
@@ -327,7 +327,7 @@ def put(owner: nn.Module, name: str, value: object) -> None:
 
 
 def copy_of(value: object) -> Any:
-    """Return a copy of a value, in which the tensors inside containers are also copied. Parameters are not copied."""
+    """Return a copy of a value. Tensors inside containers are also copied. Parameters are not copied."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
     if not isinstance(value, CONTAINER_TYPES):
@@ -344,7 +344,7 @@ def copy_of(value: object) -> Any:
 
 
 class Mark(NamedTuple):
-    """Record of a value: the value itself, the version of a tensor, and the records of the items in a container."""
+    """Record of a value: the value itself, the version of a tensor, or the records of the items in a container."""
 
     value: object
     version: int
@@ -383,7 +383,7 @@ class Values:
         self._before = {name: Mark.record(value) for name, value in values_of(module).items()}
 
     def changed(self) -> list[str]:
-        """Return the names of the values that have since been replaced or changed in place."""
+        """Return the names of the values that have been replaced or changed in place since then."""
         now = values_of(self._module)
         same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]

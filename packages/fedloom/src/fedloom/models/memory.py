@@ -23,7 +23,7 @@ MIN_CLASS_PROBABILITY = 1e-12
 class Recall(nn.Module):
     """Representations and labels of stored samples, and the rule by which they are used for predictions.
 
-    A place without a sample has no label.
+    A place that contains no sample has no label.
 
     Args:
         places: number S of samples that can be stored.
@@ -48,13 +48,13 @@ class Recall(nn.Module):
 
 
 class WithMemory(Bodied):
-    """Network whose class probabilities are mixed with those of the nearest stored samples (kNN-Per).
+    """Network whose class probabilities are mixed with the probabilities of the nearest stored samples (kNN-Per).
 
-    In training, and as long as the weight of the memory is 0, only the network predicts.
+    In training, and as long as the weight of the memory is 0, predictions come only from the network.
 
     Attributes:
         body: part of the network below its head. Its output is the representation.
-        memory: stored samples. There are none at the start.
+        memory: stored samples. At the start, there are none.
         head: last linear layer of the network.
     """
 
@@ -81,15 +81,15 @@ class WithMemory(Bodied):
 
 
 def mixed(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """Return logarithms of mixed probabilities, with ``weight`` for ``q [..., c]`` and the rest for ``p [..., c]``."""
+    """Return logarithms of mixed probabilities: ``weight`` applies to ``q [..., c]``, the rest to ``p [..., c]``."""
     return torch.lerp(p, q, weight).clamp(min=MIN_CLASS_PROBABILITY).log()
 
 
 def recalled(z: Tensor, keys: Tensor, labels: Tensor, scale: Tensor, neighbours: Tensor) -> Tensor:
     """Return class probabilities ``[b, c]`` from the stored samples that are nearest to representations ``[b, k]``.
 
-    The weight of a neighbor at distance r is proportional to exp(-r^2 / (k scale)). The weights of all neighbors sum to
-    1. If no samples are stored, all probabilities are 0.
+    The weight of a neighbor at distance r is proportional to exp(-r^2 / (k scale)). The weights of all neighbors add up
+    to 1. If no samples are stored, all probabilities are 0.
 
     Args:
         z: representations ``[b, k]``.

@@ -1,4 +1,4 @@
-"""Mixtures of networks: several networks of the same architecture, whose class probabilities are mixed."""
+"""Mixtures of networks: several networks with the same architecture, whose class probabilities are mixed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedloom.errors import Refused
 from fedloom.models.parts import Bodied, Construction
 
 MIXING = "mixing"
-"""Name of the parameter with the logarithms of the weights in a mixture, up to a constant."""
+"""Name of the parameter that contains the logarithms of the weights in a mixture, up to a constant."""
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 class Mixture(Bodied):
-    """Networks whose class probabilities are mixed, with weights that are the same for all samples.
+    """Networks whose class probabilities are mixed with weights that are the same for all samples.
 
     The outputs are the logits of the mixed probabilities, so that a mixture can be evaluated, saved and exported like
     any other network.

@@ -45,7 +45,7 @@ class MLP(ModelSpec):
 class CNN(ModelSpec):
     """Convolutions (stride 1) with optional normalization, activation and 2x2 max pooling, then linear layers.
 
-    Each setting of the convolutions is either a single value for all of them, or one value for each.
+    Each setting of the convolutions is either a single value for all of them, or a list with one value for each.
     """
 
     channels: tuple[PositiveInt, ...] = Field(

@@ -1,4 +1,4 @@
-"""Networks from papers by name, with the numbers of parameters that the papers or their code state."""
+"""Networks from papers, keyed by name, with the numbers of parameters that the papers or their code state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAPER_NETWORKS: dict[str, ModelSpec] = {
     # LEAF, Shakespeare: 80 characters, padding and unknown; torch's layers have two biases each
     "leaf-shakespeare": LSTM(embedding=8, hidden=256, layers=2),  # 819,936
 }
-"""The entries are values: `fedloom.models.spec_of` returns an entry with some fields changed."""
+"""The entries are values: `fedloom.models.spec_of` returns an entry after changing some fields."""
 
 
 def preset_class(name: str) -> type[ModelSpec]:

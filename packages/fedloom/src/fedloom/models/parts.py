@@ -23,7 +23,7 @@ POSITIONS_REASON = "these sequences have a label per position"
 class Construction(Value):
     """Option that all models have, and the larger network that is built from plain networks if the option is set.
 
-    A method recognizes such a network by the names of its parameters. No other code depends on the method.
+    A method recognizes such networks by the names of their parameters. No other code depends on the method.
     """
 
     option: ClassVar[str]
@@ -37,7 +37,7 @@ class Construction(Value):
     @staticmethod
     @abstractmethod
     def wrap_networks(networks: Sequence[nn.Module], value: Any) -> nn.Module:
-        """Build the larger network from plain networks. The plain networks must not be used afterwards."""
+        """Build the larger network from the plain networks. The plain networks must not be used after that."""
 
     @staticmethod
     @abstractmethod
@@ -46,7 +46,7 @@ class Construction(Value):
 
         Args:
             classed: True if the labels are classes.
-            each: True if each position of a sequence has a label.
+            each: True if each position of a sequence has its own label.
             task_keys: keys that are set in the ``[task]`` table.
 
         Raises:
@@ -55,11 +55,11 @@ class Construction(Value):
 
 
 class Bodied(nn.Module, ABC):
-    """Network that consists of bodies, all of which receive the samples, and of a part that combines their outputs."""
+    """Network that consists of bodies, all of which receive the samples, and a part that combines their outputs."""
 
     @abstractmethod
     def bodies(self) -> dict[str, nn.Module]:
-        """Return the bodies by name."""
+        """Return the bodies, keyed by name."""
 
     @abstractmethod
     def above(self, *z: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ _PASSIVE_LAYERS = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d
 def head_prefixes(module: nn.Module) -> tuple[str, ...]:
     """Return prefixes of the parameters of the last linear layer, to split body and head (FedRep, LG-FedAvg).
 
-    The last linear layer is the module that the attribute ``head`` names if it is a string, otherwise the `nn.Linear`
-    that was registered last.
+    The last linear layer is the module that the attribute ``head`` names if the attribute is a string. Otherwise, it is
+    the `nn.Linear` that was registered last.
 
     Raises:
         ConfigError: the module has no linear layer, or its attribute names a layer that does not exist.
@@ -95,10 +95,10 @@ def head_prefixes(module: nn.Module) -> tuple[str, ...]:
 def penultimate(module: nn.Module) -> str:
     """Return the name of the submodule whose output, after its activation, is the representation below the head.
 
-    It is the module that the attribute ``penultimate`` names if it is a string, otherwise the last submodule without
-    children that was registered before the head. Dropout and identity layers are skipped because they do nothing in
-    evaluation. If the model has no hidden layer, the representation is the flattened input. If a module applies an
-    activation as a function, the representation is the input of the head
+    It is the module that the attribute ``penultimate`` names if the attribute is a string. Otherwise, it is the last
+    submodule without children that was registered before the head. Dropout and identity layers are skipped, because
+    they do nothing in evaluation mode. If the model has no hidden layer, the representation is the flattened input. If
+    a module applies an activation as a function, the representation is the input of the head
     (`fedloom.local.oracles.forward.representing`).
 
     Raises:
@@ -130,10 +130,10 @@ def penultimate(module: nn.Module) -> str:
 def parted(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
     """Split a network into the part below its last linear layer, and this layer.
 
-    The network must not be used afterwards.
+    The network must not be used after that.
 
     Raises:
-        ConfigError: the network does not end with a linear layer that follows other layers.
+        ConfigError: the network does not end with a linear layer that comes after other layers.
     """
     name = _head(module)
     layer = module.get_submodule(name)

@@ -47,8 +47,8 @@ class LSTM(OfTokens):
 class Transformer(OfTokens):
     """Attention and two linear layers, each after a normalization (Vaswani et al. 2017; Xiong et al. 2020).
 
-    Positions are encoded by fixed sines and cosines. A label for the whole sequence is predicted at its last token if
-    the model is causal, otherwise from the mean over its tokens.
+    Positions are encoded by fixed sines and cosines. A label for the whole sequence is predicted at the last token if
+    the model is causal, and otherwise from the mean over the tokens.
     """
 
     width: PositiveInt = Field(64, description="width of the embedding and of the layers. Must be even")

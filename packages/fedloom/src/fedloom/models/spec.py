@@ -1,6 +1,6 @@
 """Specification of a model as a value.
 
-Building a model is deterministic, and leaves the global random generators unchanged.
+A model is built deterministically, and the global random generators remain unchanged.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
     "elu": nn.ELU,
 }
-"""Activation functions by name."""
+"""Activation functions, keyed by name."""
 DIGEST_MARK = "#sha256="
 """Separator between the name of a weight file and its required SHA-256 digest."""
 
 
 class InitialValues(Value):
-    """Options of all models for the values before the first round, and for the choice of trained values."""
+    """Options, for all models, of the values before the first round and of the choice of trained values."""
 
     init_from: str | None = Field(
         None,
@@ -62,7 +62,7 @@ CONSTRUCTIONS: tuple[type[Construction], ...] = (MixtureOption, GuidedOption, Me
 
 
 class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
-    """Specification of the model of an experiment.
+    """Specification of the model in an experiment.
 
     Models accept normalized floats ``[b, *shape]`` and return ``[b, outputs]``: logits, or values for regression.
     Models for sequences accept tokens as int64 ``[b, length]``, with 0 for padding at the end. They return ``[b,
@@ -81,7 +81,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
 
     @property
     def constructions(self) -> list[type[Construction]]:
-        """Options in `CONSTRUCTIONS` that are set, which is at most one."""
+        """Options in `CONSTRUCTIONS` that are set. At most one of them may be set."""
         return [one for one in CONSTRUCTIONS if getattr(self, one.option)]
 
     def build(
@@ -89,8 +89,8 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
     ) -> nn.Module:
         """Build a model with initial values, as float32 on the CPU.
 
-        The initial values follow PyTorch's defaults, and are drawn with ``seed``. The global random generators are not
-        changed.
+        The initial values follow PyTorch's defaults, and are drawn with ``seed``. The global random generators remain
+        unchanged.
 
         Args:
             shape: shape of a sample without the batch dimension, such as ``(3, 32, 32)``.
@@ -142,7 +142,7 @@ class ModelSpec(MemoryOption, GuidedOption, MixtureOption, InitialValues, ABC):
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """Build the network, with initial values from the current global random generator.
 
-        `build` seeds this generator before, and restores it afterwards.
+        `build` seeds this generator beforehand and restores it afterward.
 
         Raises:
             ConfigError: the model cannot process samples of this shape.
@@ -207,7 +207,7 @@ def load_weights(module: nn.Module, file: str) -> None:
 
 
 def weights_content(weights: str) -> bytes:
-    """Return the content of a weight file, and check the digest that may follow the name of the file.
+    """Return the content of a weight file, after checking the digest that may follow the name of the file.
 
     Raises:
         ConfigError: the file does not exist, or its digest differs.

@@ -1,4 +1,4 @@
-"""Checks of the locations to which a command or a method may write."""
+"""Checks of the locations to which a command or a method is allowed to write."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ FILE_KINDS = {
     "data": (".parquet", ".xlsx", ".xls", ".npz", ".npy", ".h5", ".sav", ".dta", ".sas7bdat", ".arff", ".feather"),
     "other": (".zip", ".gz", ".tar", ".pdf", ".docx", ".png", ".jpg", ".jpeg", ".svg", ".dcm", ".nii", ".db", ".key"),
 }
-"""File extensions of each kind of file. If a name has another extension or none, it does not determine the kind."""
+"""File extensions of each kind of file. If a name has a different extension, or no extension, it does not determine the
+kind."""
 
 
 class FileKind(NamedTuple):

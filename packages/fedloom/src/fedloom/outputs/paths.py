@@ -1,4 +1,4 @@
-"""Checks of a path before something is written. A command may replace only files of its own, and never its inputs.
+"""Checks of a path before something is written. A command may replace only its own files, and never its inputs.
 
 Every command or method that writes files calls `check_output_file` or `check_output_folder` before it starts to work.
 """
@@ -15,7 +15,7 @@ from fedloom.errors import ConfigError, capitalize, check_folder
 from fedloom.outputs.kinds import FILE_KINDS, FileKind, never
 
 LOCK_FILE = ".lock"
-"""File that a process locks while it uses a run directory."""
+"""File that a process locks while it is using a run directory."""
 
 
 def draft_of(path: Path) -> Path:
@@ -31,17 +31,17 @@ def check_output_file(
     owns: Callable[[Path], bool] = never,
     force: bool | None = False,
 ) -> Path:
-    """Return the path of a file after checking that the file may be written.
+    """Check that a file may be written, and return its path.
 
     Args:
         path: the file.
-        kind: kind of the file to write.
+        kind: kind of the file to be written.
         inputs: files, folders and names that the same call reads. Names that are not paths are ignored.
-        owns: function that returns True if this kind of file may be written to a given path relative to a run
+        owns: function that returns True if a file of this kind may be written to a given path relative to a run
             directory.
         force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
-            kind. Inputs, files of a run or a deployment, and links are rejected in any case. None if the caller has no
-            such option, so that no message suggests it.
+            kind. Inputs, files that belong to a run or a deployment, and links are always rejected. None if the caller
+            has no such option, so that no message suggests it.
 
     Returns:
         The path.
@@ -96,15 +96,14 @@ def check_output_folder(
     entries: Collection[str] | None = None,
     owns: Callable[[Path], bool] = never,
 ) -> Path:
-    """Return the path of a folder after checking that files may be written to it.
+    """Check that files may be written to a folder, and return the path of the folder.
 
     Args:
-        folder: folder, which need not exist.
+        folder: folder, which does not have to exist.
         inputs: files, folders and names that the same call reads.
         entries: names of files and folders in the folder that belong to the command, which replaces and deletes them.
-            None: the command writes a new folder or its own run directory.
-            If it is empty, single files are written, which `check_output_file` checks, and the folder is not a run
-            directory.
+            If None, the command writes a new folder or its own run directory. If it is empty, individual files are
+            written, which `check_output_file` checks, and the folder is not a run directory.
         owns: function that returns True if a path relative to a run directory may contain such folders.
 
     Returns:
@@ -127,10 +126,10 @@ def check_output_folder(
 
 
 def _check_name(path: Path) -> Path:
-    """Return a path that no program can mistake for an option or for the standard output.
+    """Return a path that no program can confuse with an option or with the standard output.
 
     Raises:
-        ConfigError: the path begins with a hyphen, or a new name in it contains a line break or another control
+        ConfigError: the path begins with a hyphen, or a new name in it contains a line break or a different control
             character.
     """
     if path.parts and path.parts[0].startswith("-"):
@@ -147,8 +146,8 @@ def _check_name(path: Path) -> Path:
 def is_run_directory(folder: Path) -> bool:
     """Return True if a run was started in a folder.
 
-    A folder that contains only an experiment file with the name that runs use is not a run directory, because the file
-    may be the user's.
+    A folder that contains only an experiment file with the name that runs use is not a run directory, because this file
+    may be the user's own.
     """
     from fedloom.rundir import (  # needs pydantic, which a site's process must not wait for
         METRICS_FILE,
@@ -173,7 +172,7 @@ def _is_deployment(folder: Path) -> bool:
 
 
 def _check_place(first: Path, shown: Path, target: Path, owns: Callable[[Path], bool]) -> None:
-    """Raise if a folder or one of its parents is a run directory or belongs to a deployment.
+    """Raise an error if a folder or one of its parents is a run directory or belongs to a deployment.
 
     ``target`` is the path that will be written.
     """
@@ -201,9 +200,9 @@ def _existing(inputs: Iterable[object]) -> Iterable[tuple[object, Path]]:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Return True if two paths lead to the same file.
+    """Return True if two paths refer to the same file.
 
-    Case and the encoding of accents are ignored, as some disks do.
+    Case and the encoding of accents are ignored, because some disks ignore them.
     """
     if path.exists() and other.exists() and path.samefile(other):
         return True

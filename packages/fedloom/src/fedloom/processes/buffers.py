@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MIN_SHARED_BYTES = 1 << 14
-"""Minimum number of bytes of a tensor that is passed through shared memory. A smaller tensor is a part of the message
+"""Minimum number of bytes of a tensor that is passed through shared memory. A smaller tensor is included in the message
 itself."""
 
 
@@ -19,8 +19,8 @@ class Buffer:
     """Memory that is shared by forked processes. The large tensors of a message are written into it, one after another.
 
     Args:
-        size: number of bytes. The operating system allocates memory only when it is written. Tensors that do
-            not fit are included in the message itself.
+        size: number of bytes. The operating system allocates the memory only when something is written to it. Tensors
+            that do not fit are included in the message itself.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,9 +34,9 @@ class Buffer:
         return packed(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
-        """Return the value of a message that was made by `pack`.
+        """Return the value in a message that `pack` has created.
 
-        The large tensors of the value are views of the shared memory, or copies if ``copy`` is True.
+        The large tensors of the value are views of the shared memory or, if ``copy`` is True, copies.
         """
         return _Unpacker(io.BytesIO(message), self._map, copy).load()
 
@@ -81,7 +81,7 @@ def unpacked(message: bytes) -> Any:
 
 
 def packed(value: object, memory: mmap.mmap | None = None) -> bytes:
-    """Pack a value into a message. Large tensors are written into the shared memory if there is one and if they fit."""
+    """Pack a value into a message. If there is shared memory and large tensors fit into it, they are written there."""
     out = io.BytesIO()
     _Packer(out, memory).dump(value)
     return out.getvalue()

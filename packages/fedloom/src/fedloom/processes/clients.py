@@ -1,8 +1,8 @@
 """Clients of a run: they receive the requests of each round and return the results.
 
 Clients may compute in this process, in forked workers, on ranks, or at real sites; a round is the same in all cases. A
-request lists the clients in an order that is chosen by the round. Results are returned in this order, so that no bit of
-a result depends on which process computes it. The state of a client stays with the client.
+request lists the clients in the order that the round has chosen. Results are returned in this order, so that no bit of
+a result depends on the process in which it is computed. The state of a client stays with the client.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CLIENT_COUNTS = (
     "bytes_up_paper",
     "bytes_down_paper",
 )
-"""Names of the numbers that are counted for each client of a cohort."""
+"""Names of the numbers that are counted for each client in a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""Metrics by pairs (model, part of the data), as ``{metric: float64 [m]}``. If the part is "", the metrics describe the
-models themselves."""
+"""Metrics, keyed by pairs (model, part of the data), as ``{metric: float64 [m]}``. If the part is "", the metrics
+describe the models themselves."""
 
 
 class TrainRequest(NamedTuple):
@@ -45,7 +45,7 @@ class TrainRequest(NamedTuple):
         down: values that clients receive, with fields ``[.]`` if all clients receive the same values, otherwise ``[c,
             .]``.
         server: state of the server before the round.
-        steps: number of local steps of each client ``[m]``. None for the number in the settings of the run.
+        steps: number of local steps of each client ``[m]``. None stands for the number in the run's settings.
         alpha: weights of all clients in the objective ``[n, 1]``, or None if they are the same as before round 1.
     """
 
@@ -60,7 +60,9 @@ class TrainRequest(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """Result of a chunk, that is, of a group of clients that a request asked to train. Chunks are returned in order.
+    """Result of a chunk, i.e. of a group of clients that were asked to train in a request.
+
+    Chunks are returned in order.
 
     Attributes:
         ids: ids of the clients ``[m]``.
@@ -84,11 +86,11 @@ class ChunkResult(NamedTuple):
 
 
 class SumResult(NamedTuple):
-    """Sum over a group of clients of a request. Nothing is known about each of these clients alone.
+    """Sum over a group of clients in a request. Nothing is known about each of these clients individually.
 
     Attributes:
         ids: ids of the clients in the sum ``[m]``, in the order of the request.
-        missing: ids of the clients of the request that are not in the sum ``[k]``.
+        missing: ids ``[k]`` of the clients in the request that are not included in the sum.
         parts: contribution of these clients together to each field of the upload.
         total: sum of the weights of these clients in the mean.
         counts: total work and traffic ``[7]``, in the order of `CLIENT_COUNTS`.
@@ -122,7 +124,7 @@ class AskRequest(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Answers of some clients ``[m, k]``, and the work and traffic of each ``[m, 7]``, ordered like `CLIENT_COUNTS`."""
+    """Answers of some clients ``[m, k]``, and each client's work and traffic ``[m, 7]`` as in `CLIENT_COUNTS`."""
 
     values: Tensor
     counts: Tensor
@@ -134,8 +136,8 @@ class ScoreRequest(NamedTuple):
     Attributes:
         round: number of the round after which the models are evaluated.
         ids: ids of the clients that evaluate ``[m]``.
-        cohort: ids of the clients whose training parts determine the normalization statistics of the global model
-            ``[c]``.
+        cohort: ids ``[c]`` of the clients whose training parts determine the normalization statistics of the global
+            model.
         down: values for all clients, from which they compute their personal models. None if the method has no personal
             models.
         model: global model ``[d]``. None if the method has no global model.
@@ -169,17 +171,17 @@ class Clients(Protocol):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Evaluate models on the samples of each client, in the order of the request.
 
-        Metrics that do not belong to a client are included in the first result.
+        Metrics that do not belong to any client are included in the first result.
         """
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """Return the result of a function that is called in only one process and may access rows of some clients."""
+        """Return the result of a function that is called in only one process and can access rows of some clients."""
         ...
 
 
 class TrainTask(NamedTuple):
-    """Chunk of clients that train (see `TrainRequest`)."""
+    """Chunk of clients that are to be trained (see `TrainRequest`)."""
 
     round: int
     place: Tensor
@@ -189,7 +191,7 @@ class TrainTask(NamedTuple):
 
 
 class AskTask(NamedTuple):
-    """Chunk of clients that answer a question (see `AskRequest`)."""
+    """Chunk of clients that are asked a question (see `AskRequest`)."""
 
     round: int
     ids: Tensor
@@ -197,9 +199,9 @@ class AskTask(NamedTuple):
 
 
 class ScoreTask(NamedTuple):
-    """Chunk of clients that evaluate models (see `ScoreRequest`).
+    """Chunk of clients that are to evaluate models (see `ScoreRequest`).
 
-    If ``common`` is True, the result includes the metrics that do not belong to a client.
+    If ``common`` is True, the result includes the metrics that do not belong to any client.
     """
 
     round: int
@@ -209,7 +211,7 @@ class ScoreTask(NamedTuple):
 
 
 class Handlers(NamedTuple):
-    """Functions that compute a chunk from its task and from the data that all chunks have in common."""
+    """Functions that compute a chunk from its task and from the data that all chunks share."""
 
     train: Callable[[tuple[Any, Any, Tensor | None], TrainTask], ChunkResult]
     compute: Callable[[tuple[Any, Any], TrainTask], dict[str, Tensor]]
@@ -258,7 +260,7 @@ class LocalClients:
         return self._workers.call_once(ids, call)
 
     def wrap_workers(self, wrap: Callable[[Workers], Workers]) -> LocalClients:
-        """Return the same clients, whose chunks are computed by ``wrap(workers)``."""
+        """Return the same clients, but let ``wrap(workers)`` compute their chunks."""
         return LocalClients(self._handlers, wrap(self._workers), self._chunk)
 
 

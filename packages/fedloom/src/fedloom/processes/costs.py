@@ -1,4 +1,4 @@
-"""Estimate of a round's time for any number of ranks, machines and clients, from measurements with one process.
+"""Estimate of the time of a round for any number of ranks, machines and clients, from measurements with one process.
 
 The estimate is ``fixed + n client + (cohort / ranks) share slowed + chunks result + trips trip + bytes / rate``, where
 ``fixed``, ``client``, ``share`` and ``result`` are fields of `Costs`, and ``trip`` and ``rate`` are fields of `Link`.
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 LINK_TRIPS, TRIPS_OF_ROWS = 3, 1
 """Number of round trips on a link in each round: one for a question, one for the sizes of the results, and one for
-their contents. One more round trip is necessary if rows move between machines, since all of them move at the same
-time."""
+their contents. If rows move between machines, one additional round trip is necessary, because all of these rows move at
+the same time."""
 
 
 @dataclass
 class MeasuredWorkers:
-    """Workers of one process that measure the time of each chunk and the size of the results that ranks would exchange.
+    """Workers of one process that measure the time of each chunk and the size of the results exchanged by ranks.
 
     Attributes:
         workers: workers that compute the chunks.
         work: time of the local work, in seconds.
-        passing: time to write results for other ranks and to read theirs, in seconds.
+        passing: time in seconds to write results for other ranks and to read their results.
         bytes: number of bytes of these results.
         clients: number of clients that were trained.
         chunks: number of chunks.
@@ -88,16 +88,17 @@ class Place(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Time of a round by cause, in seconds, and number of bytes that the busiest machine receives.
+    """Time of a round in seconds, by cause, and number of bytes that the busiest machine receives.
 
     Attributes:
-        work: local work of the rank that has the most, including the slowdown by the other ranks on its machine.
+        work: local work of the rank that has the largest amount, including the slowdown due to the other ranks on its
+            machine.
         results: time in which each rank reads the results of all chunks.
-        link: time for which machines wait for data from other machines.
+        link: time during which machines wait for data from other machines.
         clients: time that is proportional to the number of clients in the federation.
         fixed: time of everything else.
         bytes: number of bytes that a machine receives.
-        idle: number of ranks without a chunk.
+        idle: number of ranks that have no chunk to compute.
     """
 
     work: float
@@ -115,19 +116,19 @@ class Parts(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Costs of a method with a model and a data set, measured with one process.
+    """Costs of a method for a model and a data set, measured with one process.
 
     Attributes:
         share: time of the local work for each client of the cohort, in seconds.
-        result: time to pass the result of a chunk to other ranks, in seconds.
-        client: time for each client of the federation, in seconds, which does not depend on the cohort.
+        result: time in seconds to pass the result of a chunk to other ranks.
+        client: time in seconds for each client of the federation, which does not depend on the cohort.
         fixed: time that does not depend on any of these numbers, in seconds.
         message: number of bytes of the result of a chunk.
         row: number of bytes that are stored for each client.
         chunk: maximum number of clients in a chunk.
         cohort: number of clients in the cohort of the measured round.
-        crowd: factor >= 1 by which local work takes longer if all cores of the machine compute, until the last core is
-            done, compared with a single process.
+        crowd: factor >= 1 by which local work takes longer, compared with a single process, if all cores of the machine
+            compute until the last core is done.
         cores: number of cores of the machine.
     """
 
@@ -145,8 +146,8 @@ class Costs(NamedTuple):
     def slowed(self, busy: int) -> float:
         """Return the factor by which local work takes longer if ``busy`` processes on a machine compute in parallel.
 
-        The slowdown by shared caches and memory is proportional to the number of busy cores, and processes share the
-        cores if there are more processes than cores.
+        The slowdown due to shared caches and memory is proportional to the number of busy cores. If there are more
+        processes than cores, processes share the cores.
         """
         beside = min(busy, self.cores) - 1
         return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)

@@ -39,20 +39,20 @@ TORCHRUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK",
 """Environment variables that torchrun sets for each process, in addition to WORLD_SIZE."""
 
 RANK_WAIT_TIME = timedelta(days=365)
-"""Maximum time for which a rank waits for another rank. It is very long because the other rank may be computing.
-Whether the other rank is alive is checked by `Watch`."""
+"""Maximum time in seconds for which a rank waits for another rank. It is very long, because the other rank may be busy
+computing. `Watch` checks whether the other rank is alive."""
 
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """Join the ranks that were started by torchrun. Without torchrun, yield a single rank.
+    """Join the ranks that were started by torchrun. Without torchrun, a single rank is yielded.
 
     All ranks leave the block together, because torchrun kills all other ranks when a rank ends with an error. The first
-    rank that fails logs the cause. The other ranks end without a message.
+    rank that fails logs the cause of the failure. The other ranks end without a message.
 
     Raises:
-        FedloomError: another rank has died or cannot be reached, or this rank has received a signal to end.
-        SystemExit: this rank has failed after another rank, which logs the cause.
+        FedloomError: another rank has died or cannot be reached, or this rank has received a termination signal.
+        SystemExit: this rank has failed after a different rank, which logs the cause.
     """
     size = _started()
     if size == 1:
@@ -76,7 +76,7 @@ def join_ranks() -> Iterator[Ranks]:
 
 
 def check_alone(what: str) -> None:
-    """Raise an error if there are several ranks, each of which would do all the work and write the same files.
+    """Raise an error if there are several ranks, because each would do all the work and write the same files.
 
     Raises:
         ConfigError: torchrun has started several ranks.
@@ -91,7 +91,7 @@ def check_alone(what: str) -> None:
 
 
 def _started() -> int:
-    """Return the number of ranks that torchrun has started, or 1 without torchrun."""
+    """Return the number of ranks that torchrun has started, or 1 if torchrun is not used."""
     return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in TORCHRUN_VARIABLES) else 1
 
 
@@ -116,7 +116,7 @@ def _join(watch: Watch) -> Group:
 
 @contextmanager
 def _translated(rank: int) -> Iterator[None]:
-    """Replace torch's message about a broken connection by an understandable message."""
+    """Replace torch's message about a broken connection by a message that users can understand."""
     try:
         yield
     except RuntimeError as error:
@@ -128,9 +128,9 @@ def _translated(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """Raise an error when torchrun sends a signal to end, because another rank has died.
+    """Raise an error when torchrun sends a termination signal because another rank has died.
 
-    After an error, the signal is ignored, because the process is about to end and must report the error first.
+    After an error, the signal is ignored, because the process is about to end and must first report the error.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -156,7 +156,7 @@ class Group:
         size: number of ranks.
         machine: number of this machine.
         own_gpu: True if this rank does not share its GPU with another rank. If it is True for all ranks, tensors are
-            sent directly between GPUs, otherwise through the CPU.
+            sent directly between GPUs. Otherwise, they are sent through the CPU.
     """
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
@@ -189,7 +189,8 @@ class Group:
     def gather(self, value: Any) -> list[Any]:
         """See `fedloom.processes.ranks.Ranks`.
 
-        Between two machines, each byte is sent only once, from the first rank on one to the first rank on the other.
+        Between two machines, each byte is sent only once, from the first rank on one machine to the first rank on the
+        other machine.
         """
         text, tensors = parcel.encode_value(value)
         packed = parcel.pack(text, [t for t in tensors if not self._uses_gpu(t.device.type)])
@@ -221,7 +222,7 @@ class Group:
     def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
         """Return the bytes of all given ranks, one after another.
 
-        All these ranks must call this method, and send at the same time.
+        All of these ranks must call this method, and they must send at the same time.
         """
         if len(ranks) == 1:
             return data
@@ -238,7 +239,10 @@ class Group:
         return received
 
     def _send(self, moves: list[Any]) -> None:
-        """Send and receive at the same time. Two ranks that exchange data must call this method in the same order."""
+        """Send and receive at the same time.
+
+        If two ranks exchange data with each other, they must call this method in the same order.
+        """
         with _translated(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
@@ -276,7 +280,7 @@ class _Memory:
         rank: number of this process.
         maker: number of the first rank on this machine.
         here: process group of the ranks on this machine. Ranks on different machines may make different calls.
-        name: name for the files of this machine, until they are removed from their folder.
+        name: name for the files of this machine, which is used until the files are removed from their folder.
     """
 
     def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:

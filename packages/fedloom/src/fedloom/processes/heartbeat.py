@@ -2,8 +2,8 @@
 
 A rank ends its process if it has received no sign of life from another rank for too long.
 
-If a rank dies, its connections are closed, which immediately ends the other ranks. But if a machine loses its network
-or a process is stopped, no connection is closed, so that signs of life are needed.
+If a rank dies, its connections are closed, which immediately ends the other ranks. However, if a machine loses its
+network or a process is stopped, no connection is closed, so that signs of life are needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Watch:
         self._thread.start()
 
     def first_to_fail(self) -> bool:
-        """Return True if this rank is the first that records a failure of the run."""
+        """Return True if this rank is the first one that records a failure of the run."""
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:
@@ -93,7 +93,7 @@ class Watch:
     def _end(self, what: str) -> None:
         """End this process immediately, even if it is waiting for a rank that will never answer.
 
-        This loses no data, because files are complete at any time.
+        No data are lost, because files are complete at any time.
         """
         if self.first_to_fail():
             sys.stderr.write(f"error: {what}. {RESUME_HINT}\n")

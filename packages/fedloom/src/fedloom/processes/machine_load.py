@@ -31,7 +31,7 @@ def process_seconds() -> float:
 
 
 class OtherProcesses:
-    """Number of cores that are used by other processes, in ``cores``, which is set at the end of `watch_others`."""
+    """Number of cores that other processes use. It is stored in ``cores`` at the end of `watch_others`."""
 
     cores = 0.0
 
@@ -40,7 +40,7 @@ class OtherProcesses:
 def watch_others() -> Iterator[OtherProcesses]:
     """Within the block, measure how many cores are used by other processes.
 
-    Child processes of this process that work within the block must also end within it.
+    Child processes of this process that work inside the block must also end inside it.
     """
     gc.collect()
     load = OtherProcesses()

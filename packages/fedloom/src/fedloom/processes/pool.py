@@ -1,6 +1,6 @@
 """Worker pool, which computes the chunks of a round in this process or in forked processes on this machine.
 
-The results are bitwise identical in both cases.
+In both cases, the results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ Handler = Callable[[Any, Any], Any]
 LOOK_SECONDS = 1.0
 """Number of seconds between two checks for workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
-"""Minimum number of seconds, and multiple of the longest time of an answer so far, after which a worker that has not
-answered is reported."""
+"""Minimum seconds, and multiple of the longest response time, after which a worker without an answer is reported."""
 POOL_LOG = logging.getLogger("fedloom")
 
 MAX_PIPE_BYTES = 1 << 14
@@ -55,8 +54,7 @@ def cores() -> int:
 
 
 PER_CORE = 2
-"""Maximum number of single-threaded processes for each core, since one process may wait for a disk or its parent while
-another one computes."""
+"""Maximum number of single-threaded processes per core, since one process may wait while another one computes."""
 
 
 def useful(wanted: int, units: int) -> int:
@@ -68,11 +66,11 @@ class Workers(Protocol):
     """Processes that compute tasks, which may be this process, forks of it, or ranks."""
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Yield the result of a handler for each task, in the order of the tasks."""
+        """Yield a handler's result for each task, in the order of the tasks."""
         ...
 
     def call_once(self, ids: Tensor, call: Callable[[], R]) -> R:
-        """Return the result of a function that is called in only one process and may access rows of some clients."""
+        """Return the result of a function that is called in only one process and can access rows of some clients."""
         ...
 
 
@@ -82,15 +80,16 @@ class WorkerPool:
     Args:
         handlers: functions ``handler(shared, task)`` that may be passed to `map`. Forked processes know no other
             functions.
-        workers: number of forked processes. If it is 1, this process computes everything itself.
-        down_bytes: space in bytes for the data that all chunks have in common.
+        workers: number of forked processes. If it is 1, this process performs all computations itself.
+        down_bytes: space in bytes for the data that all chunks share.
         up_bytes: space in bytes for the result of one chunk.
         ahead: True if a worker receives its next task while it computes the current one, so that it does not have to
-            wait for this process. This option is intended for short tasks of similar length that are not interrupted.
-        nested: True if the workers may start workers themselves.
+            wait for this process. This option is intended for short tasks that have similar lengths and are not
+            interrupted.
+        nested: True if the workers themselves are allowed to start workers.
 
     Raises:
-        ConfigError: this process may not start other processes.
+        ConfigError: this process is not allowed to start other processes.
     """
 
     def __init__(
@@ -121,9 +120,9 @@ class WorkerPool:
         tasks: Sequence[T],
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[R]:
-        """Yield the result of a handler for each task, in the order of the tasks, in which they are also started.
+        """Yield a handler's result for each task, in the order of the tasks. Tasks are also started in this order.
 
-        The arguments and errors are those of `map_unordered`.
+        The arguments and errors are the same as for `map_unordered`.
         """
         done: dict[int, R] = {}
         turn = 0
@@ -146,11 +145,11 @@ class WorkerPool:
         Args:
             handler: one of the handlers of the pool.
             shared: first argument of all calls.
-            tasks: second argument of each call. Tasks are started in this order, or by their cost.
+            tasks: second argument of each call. Tasks are started in this order, or in the order of their cost.
             interrupted: function that is called every second. After it has returned True, no more tasks are started and
                 the running tasks receive an interrupt signal.
             cost: function that returns the expected time of a task. If it is given, a free process always starts the
-                most expensive remaining task, so that a long task is not the last one.
+                remaining task with the highest cost, so that a long task is not the last one.
 
         Raises:
             FedloomError: a handler has raised an error, or a worker has died.
@@ -191,12 +190,12 @@ class WorkerPool:
     def _hand_out(
         self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, object, object]
     ) -> None:
-        """Send waiting tasks to workers, beginning at the end of the list, with one message for each worker.
+        """Send waiting tasks to workers, starting from the end of the list, with one message for each worker.
 
         Each message begins with ``first``.
 
         A worker receives an additional task if all workers do, or if more tasks than workers remain, so that all
-        workers end at about the same time.
+        workers finish at about the same time.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
@@ -229,7 +228,7 @@ class WorkerPool:
 
 
 class _Silence:
-    """Logs the workers that have not answered for much longer than the longest answer so far has taken."""
+    """Logs the workers that have not answered for much longer than the longest response time so far."""
 
     def __init__(self) -> None:
         self._since: dict[_Worker, float] = {}
@@ -237,7 +236,7 @@ class _Silence:
         self._reported: set[_Worker] = set()
 
     def begin(self, workers: Iterable[_Worker]) -> None:
-        """Record that workers have a task."""
+        """Record that workers have received a task."""
         now = time.monotonic()
         for worker in workers:
             self._since.setdefault(worker, now)
@@ -282,7 +281,7 @@ class _Worker:
         return self._process.pid or 0
 
     def is_stopped(self) -> bool:
-        """Return True if the process of the worker was stopped by a signal or a debugger."""
+        """Return True if the worker's process was stopped by a signal or a debugger."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -297,7 +296,7 @@ class _Worker:
             raise self._died() from error
 
     def receive(self) -> Any:
-        """Return the answer of the worker. An error that a handler has raised in the worker is raised here."""
+        """Return the worker's answer. If a handler has raised an error in the worker, the same error is raised here."""
         try:
             message = self.pipe.recv_bytes()
         except (OSError, EOFError) as error:

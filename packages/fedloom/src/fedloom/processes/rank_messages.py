@@ -21,7 +21,7 @@ from fedloom.errors import FedloomError
 from fedloom.processes.clients import Answers, ChunkResult
 
 ALIGNMENT_BYTES = 16
-"""Number of bytes of which the padded size of each tensor is a multiple."""
+"""Number of bytes to a multiple of which each tensor is padded."""
 
 DTYPES_BY_NAME = {
     str(t).removeprefix("torch."): t
@@ -33,7 +33,7 @@ DTYPES_BY_NAME = {
 
 
 TUPLE_CLASSES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (ChunkResult, Answers)}
-"""Named tuples that may be sent, by name."""
+"""Named tuples that can be sent, keyed by name."""
 
 
 class Form(NamedTuple):
@@ -67,7 +67,7 @@ def forms(text: bytes) -> list[Form]:
 
 
 def decode_value(text: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that was split by `encode_value`."""
+    """Return the value that `encode_value` has split."""
     return _read(json.loads(text)[0], tensors)
 
 
@@ -96,7 +96,7 @@ def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor
 
 
 def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Split bytes that were packed by `fill` into views, one for each tensor."""
+    """Split bytes that `fill` has packed into views, one for each tensor."""
     pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES_BY_NAME[form.dtype]

@@ -22,7 +22,7 @@ MAX_HELD_BYTES = 1 << 28
 
 
 def owner(k: int, ranks: int) -> int:
-    """Return the rank that computes task ``k``: ranks take turns, forwards and backwards, since tasks get shorter.
+    """Return the rank that computes task ``k``: ranks take turns, forward and backward, because tasks get shorter.
 
     >>> [owner(k, 3) for k in range(8)]
     [0, 1, 2, 2, 1, 0, 0, 1]
@@ -32,7 +32,7 @@ def owner(k: int, ranks: int) -> int:
 
 
 class RankPool:
-    """Applies handlers to chunks, like `WorkerPool`. All ranks must make the same calls.
+    """Applies handlers to chunks in the same way as `WorkerPool`. All ranks must make the same calls.
 
     Args:
         ranks: processes that compute the chunks.
@@ -45,12 +45,12 @@ class RankPool:
         self._wave = ranks.size * max(1, MAX_HELD_BYTES // up_bytes)
 
     def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
-        """Yield the result of a handler for each task, in the order of the tasks.
+        """Yield a handler's result for each task, in the order of the tasks.
 
         Each task has an attribute ``ids [m]``: the clients whose rows the handler may read and write.
 
         Raises:
-            FedloomError: a handler has raised an error on some rank, or a rank has died.
+            FedloomError: a handler has raised an error on one of the ranks, or a rank has died.
         """
         machines, size = self._ranks.machines, self._ranks.size
         at: dict[int, list[Tensor]] = {}

@@ -1,6 +1,6 @@
-"""Ranks, that is, processes that compute a run together.
+"""Ranks, i.e. processes that compute a run together.
 
-Each rank executes the whole program. Usually, there is only one rank.
+Each rank executes the complete program. Usually, there is only one rank.
 
 The state of a run is the same on all ranks: random numbers are derived from the seed, and a value that is computed by
 one rank is sent to the others before any rank continues.
@@ -35,7 +35,7 @@ class Ranks(Protocol):
 
     @property
     def machines(self) -> list[int]:
-        """Number of the machine of each rank ``[size]``, beginning with 0.
+        """Number of the machine of each rank ``[size]``, counted from 0.
 
         The ranks on a machine have consecutive numbers and share the rows that are stored there.
         """
@@ -47,9 +47,9 @@ class Ranks(Protocol):
         ...
 
     def combine_flags(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on at least one rank.
+        """Return, for each flag, whether it is set on at least one rank.
 
-        The method returns after all ranks have called it.
+        The method returns as soon as all ranks have called it.
         """
         ...
 
@@ -65,7 +65,7 @@ class Ranks(Protocol):
         ...
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Send all tensors at the same time, into tensors of the same shapes that the receiving ranks provide."""
+        """Send all tensors at the same time. The receiving ranks provide tensors of the same shapes for them."""
         ...
 
     def wait(self) -> None:
@@ -77,7 +77,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """Single process, which does not communicate with others."""
+    """Single process, which does not communicate with other processes."""
 
     rank, size, memory = 0, 1, None
     machines = [0]  # noqa: RUF012 (never written)

@@ -1,9 +1,9 @@
-"""Locations of rows: which machines have the latest row of each client, and how rows move to other machines.
+"""Locations of rows: which machines have the latest row of each client, and how rows are moved to other machines.
 
-The ranks on a machine share its rows, so that rows do not have to move between them. A row moves to another machine if
-that machine trains or evaluates the client, if all machines need the rows that the server stores, or, to the first
-machine, when a checkpoint is written. The table of locations is the same on all ranks, because all ranks change it in
-the same way.
+The ranks on a machine share its rows, so that rows do not have to be moved between these ranks. A row is moved to
+another machine if that machine trains or evaluates the client, if all machines need the rows that the server stores,
+or, to the first machine, when a checkpoint is written. The table of locations is the same on all ranks, because all
+ranks change it in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedloom.processes.ranks import Ranks
 from fedloom.storage.store import Store
 
 MOVED_BYTES = 1 << 26
-"""Maximum number of bytes of rows that move at a time."""
+"""Maximum number of bytes of rows that are moved at a time."""
 SERVER_STORES = {"kept", "models", "summed"}
 """Names of the stores that contain rows of the server."""
 
@@ -28,8 +28,8 @@ class RowLocations:
     """Table of the machines that have the latest rows of each store.
 
     Args:
-        ranks: processes of the run. All of them must make the same calls.
-        stores: stores by name.
+        ranks: processes of the run. All of these processes must make the same calls.
+        stores: stores, keyed by name.
     """
 
     def __init__(self, ranks: Ranks, stores: Mapping[str, Store[Any]]) -> None:
@@ -41,7 +41,7 @@ class RowLocations:
         self._latest = {name: torch.ones(self.machines, n, dtype=torch.bool) for name in self._stores}
 
     def begin(self) -> None:
-        """Record that the first machine has all rows."""
+        """Record that the first machine has all of the rows."""
         if self.machines > 1:
             for name, written_rows in self._ranks.share(
                 {name: store.occupied for name, store in self._stores.items()}
@@ -55,12 +55,12 @@ class RowLocations:
             latest[machine, ids] = True
 
     def fetch(self, wanted: Mapping[int, Tensor]) -> None:
-        """Move rows of clients to the machines that need them, where ``wanted`` contains the ids for each machine."""
+        """Move rows of clients to the machines that need them. For each machine, ``wanted`` contains the ids."""
         for name in self._stores:
             self._fetch(name, wanted)
 
     def replicate(self, ids: Tensor) -> None:
-        """Move the rows of clients that the server stores to all machines."""
+        """Move the client rows that the server stores to all machines."""
         for name in self._stores:
             if name in SERVER_STORES:
                 self._fetch(name, dict.fromkeys(range(self.machines), ids))
@@ -88,7 +88,7 @@ class RowLocations:
             self._ranks.wait()
 
     def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
-        """Move rows of clients from the first rank on one machine to the first rank on another machine."""
+        """Move client rows from the first rank on one machine to the first rank on another machine."""
         first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
         own_rows = [
             (ids, store.read(ids), first[source], first[target])

@@ -19,7 +19,7 @@ REPEAT_SECONDS = 1.0
 
 
 class _StopRequest:
-    """Handler of the signal, with the time of the first request to stop."""
+    """Handler of the signal, together with the time of the first request to stop."""
 
     since = math.inf
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Scalar = float | Tensor
-"""Number for all rows, or one number for each row [m, 1]."""
+"""Number that applies to all rows, or one number for each row [m, 1]."""
 
 
 def norm(rows: Tensor) -> Tensor:
@@ -24,13 +24,13 @@ def norm(rows: Tensor) -> Tensor:
 def directions(rows: Tensor) -> Tensor:
     """Scale rows [m, d] to length 1.
 
-    Rows whose norm cannot be computed exactly become shorter than 1, so that no cosine exceeds 1.
+    If the norm of a row cannot be computed exactly, the row becomes shorter than 1, so that no cosine exceeds 1.
     """
     return torch.nn.functional.normalize(rows, dim=1, eps=shortest(rows))
 
 
 def shortest(rows: Tensor) -> float:
-    """Return the smallest norm by which rows are divided, 1e-16 in float32, as smaller squares may underflow."""
+    """Return the smallest norm by which rows are divided: 1e-16 in float32, because smaller squares may underflow."""
     return 1024 * math.sqrt(torch.finfo(rows.dtype).tiny)
 
 
@@ -70,7 +70,7 @@ def onto_l1_ball(v: Tensor, radius: Scalar) -> Tensor:
 def spectrum(matrices: Tensor) -> Tensor:
     """Return the singular values [..., min(r, c)] of matrices [..., r, c], in descending order.
 
-    They are NaN if a matrix contains values that are not finite.
+    If a matrix contains values that are not finite, they are NaN.
     """
     finite = matrices.isfinite().flatten(-2).all(-1, keepdim=True)
     s: Tensor = torch.linalg.svdvals(torch.where(finite.unsqueeze(-1), matrices, 0.0))
@@ -113,7 +113,7 @@ def solved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ranks(matrices: Tensor) -> Tensor:
-    """Return numerical ranks [...] (int64), the numbers of singular values above s_max * max(r, c) * eps.
+    """Return numerical ranks [...] (int64), which are the numbers of singular values above s_max * max(r, c) * eps.
 
     A matrix with values that are not finite has full rank.
     """

@@ -25,7 +25,7 @@ class Attack(Value, ABC):
 
     fraction: float = Field(0.2, ge=0, le=1, description="fraction of all clients that attack (FLAME, VI-A)")
     disguises: ClassVar[bool] = False
-    """True if the attack forges the activations by which clients are described, so that the run must use them."""
+    """True if the attack forges the activations that describe clients, so that the run must use activations."""
 
     def attackers(self, n: int, seed: int) -> Tensor:
         """Return the ids of the attackers in ascending order. Their number is ``fraction`` times n, rounded."""
@@ -36,7 +36,7 @@ class Attack(Value, ABC):
         """Return the activations that clients send for clustering. By default, these are the true activations.
 
         Args:
-            activations: mean activations [m, k] of all clients, including attackers.
+            activations: mean activations [m, k] of all clients, including the attackers.
             ids: ids of the clients [m].
             attackers: ids of all attackers [b] in ascending order.
 
@@ -49,7 +49,7 @@ class Attack(Value, ABC):
 class Poison(Attack, ABC):
     """Attack that changes the labels on which attackers train.
 
-    Otherwise, the attackers behave honestly.
+    Otherwise, the attackers are honest.
     """
 
     @abstractmethod
@@ -64,11 +64,11 @@ class Poison(Attack, ABC):
 class Forgery(Attack, ABC):
     """Attack that replaces the trained models of attackers by forged models.
 
-    The method encodes the forged models like honest ones (`Algorithm.encode`).
+    The method encodes the forged models in the same way as honest ones (`Algorithm.encode`).
     """
 
     sees_honest: ClassVar[bool] = False
-    """True if the attack reads the rows of the cohort's honest clients, so that attackers are omniscient."""
+    """True if the attack reads the rows of the honest clients in the cohort, so that the attackers are omniscient."""
     trains: ClassVar[bool] = False
     """True if the attack uses the rows that the attackers would send if they were honest."""
 
@@ -82,7 +82,7 @@ class Forgery(Attack, ABC):
         """Return the models that the attackers send.
 
         Args:
-            honest: local models [h, d] of the honest clients, as they are contained in the uploads. None if they are
+            honest: local models [h, d] of the honest clients, as they are contained in the uploads. None if these are
                 not known. In this case, the attackers use their own honest rows instead (as in Baruch et al., section
                 3).
             base: models [b, d] that the attackers received.
@@ -126,8 +126,8 @@ class Backdoor(Attack):
     """Backdoor: attackers train on samples with a trigger, labeled as the target class (Gu et al., BadNets, 2017).
 
     The metric ``attack_success`` is the fraction of the clients' test samples from other classes that a model assigns
-    to the target class once the trigger has been added. With ``fraction = 0``, nobody attacks, and the metric shows
-    this fraction for a clean model.
+    to the target class once the trigger has been added. With ``fraction = 0``, there are no attackers, and the metric
+    shows the same fraction for a clean model.
     """
 
     kind: Literal["backdoor"] = "backdoor"
@@ -160,7 +160,7 @@ class Backdoor(Attack):
             New tensor with the shape and dtype of x.
 
         Raises:
-            ConfigError: the data have no such columns or levels, or no pixels.
+            ConfigError: the data do not contain such columns, levels or pixels.
         """
         x = x.clone()
         if names:
@@ -205,7 +205,7 @@ class Backdoor(Attack):
 
 
 class SameValue(Forgery):
-    """Vector whose entries all equal p, with one p ~ N(0, variance) for each attacker and round.
+    """Vector whose entries are all equal to p, with one p ~ N(0, variance) for each attacker and round.
 
     (FLAME, V-D; Li et al., RSA, AAAI 2019.)
 
@@ -266,7 +266,7 @@ class ModelReplacement(Forgery):
 
 
 class Sybils(Forgery):
-    """Sybil attack in which all attackers send the same vector, the negative of the model that the first one received.
+    """Sybil attack in which all attackers send the same vector: the negative of the model that the first one received.
 
     Since their directions are equal, they dominate the quantile in an attention mixer, so that honest clients no longer
     collaborate. As a defense, ``personalized_aggregation.copies`` counts equal models as a single client.
@@ -330,7 +330,7 @@ class MinMax(Forgery):
     """mean - gamma p, whose distance to every honest row is at most the largest distance between honest rows.
 
     (Shejwalkar and Houmansadr, NDSS 2021, Eq. 7. Here, gamma is computed from the root of a quadratic for each honest
-    row, while the paper searches for it.)
+    row, whereas the paper searches for it.)
     """
 
     sees_honest: ClassVar[bool] = True
@@ -353,11 +353,11 @@ class MinMax(Forgery):
 
 
 class Mimic(Forgery):
-    """Copies of one honest row from all attackers (Karimireddy, He and Jaggi, ICLR 2022, section 3.2 and appendix B).
+    """Copies of one honest row, sent by all attackers (Karimireddy, He and Jaggi, ICLR 2022, section 3.2, appendix B).
 
-    The attackers copy the row that lies farthest along the direction in which the honest rows vary most. In the paper,
+    The attackers copy the row that is farthest along the direction in which the honest rows vary most. In the paper,
     this direction is estimated over several rounds, and the same client is always copied afterwards. Here, the
-    direction is computed again in each round.
+    direction is recomputed in each round.
     """
 
     sees_honest: ClassVar[bool] = True
@@ -373,7 +373,7 @@ class Mimic(Forgery):
 
 
 class ForgedDirection(Forgery):
-    """Long vector in the direction of the round's first honest model, which all attackers send.
+    """Long vector in the direction of the round's first honest model. All attackers send this vector.
 
     Cosines do not depend on the length, so a mixer that compares directions includes this vector in the mixture for
     that client.
@@ -394,11 +394,11 @@ class ForgedDirection(Forgery):
 
 
 class ForgedActivations(Attack):
-    """Attack in which clients train honestly, but send long vectors as the activations that determine clusters.
+    """Attack in which clients train honestly, but send long vectors as the activations that determine the clusters.
 
-    Equitable-FL gives all clusters the same weight (Eq. 7), so a cluster of attackers determines 1/C of the model if
-    there are C clusters. Attackers that send equal vectors form a single cluster. Attackers that send different vectors
-    form separate clusters, up to the maximum number of clusters.
+    Equitable-FL gives all clusters the same weight (Eq. 7), so that a cluster of attackers determines 1/C of the model
+    if there are C clusters. Attackers that send equal vectors form a single cluster. Attackers that send different
+    vectors form separate clusters, up to the maximum number of clusters.
     """
 
     kind: Literal["forged-activations"] = "forged-activations"
@@ -455,7 +455,7 @@ def _std(rows: Tensor) -> Tensor:
 
 
 def _code(name: str, value: float | str, levels: tuple[str, ...]) -> float:
-    """Return the number that a trigger writes into a column, which is the code of a level or the given number."""
+    """Return the number that a trigger writes to a column, which is the code of a level or the given number."""
     if levels:
         return float(choose("level", _numbered(levels), str(value), f"attack.columns: {name!r}"))
     if isinstance(value, str):

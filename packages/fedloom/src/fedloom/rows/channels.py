@@ -1,4 +1,4 @@
-"""Channels, which transform a client's differences (concatenated to one vector) before they are sent.
+"""Channels, which transform a client's differences (concatenated into one vector) before they are sent.
 
 ``CHANNELS`` lists the channels by kind.
 
@@ -29,7 +29,7 @@ class Channel(Value, ABC):
     encoding: ClassVar[fields.Kind] = "dense"
     """Encoding in which the output of the channel is sent."""
     remembers: ClassVar[bool] = False
-    """True if the channel supports error feedback, which its option `error_feedback` turns on."""
+    """True if the channel supports error feedback, which is switched on by its option `error_feedback`."""
 
     def init(self, D: int, dtype: torch.dtype) -> Tensor | None:
         """Return the initial state ``[D]`` of a client, or None if the channel is stateless."""
@@ -77,9 +77,10 @@ class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
     If a delta is given, the run records epsilon for the client with the most uploads (see `fedloom.engine.privacy`).
-    Every client adds its own noise. This provides local differential privacy, but costs much more accuracy than adding
-    noise to a sum. A simulation draws the noise from seeded generators, so it protects no client. A deployment draws
-    unpredictable noise (`fedloom_sites.deploy.noise`) and accounts for it by Renyi divergences.
+    Every client adds its own noise. This provides local differential privacy, but reduces accuracy much more than noise
+    that is added to a sum. A simulation draws the noise from seeded generators, so the noise does not protect any
+    client. A deployment draws unpredictable noise (`fedloom_sites.deploy.noise`) and accounts for it by Renyi
+    divergences.
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
@@ -158,10 +159,10 @@ class RandomK(Channel):
 
 
 class QSGD(Channel):
-    """Quantization that rounds each |x_j| / scale at random, without bias, to a neighbor in {0, 1 / s, ..., 1}.
+    """Quantization that randomly rounds each |x_j| / scale, without bias, to a neighbor in {0, 1 / s, ..., 1}.
 
     (Alistarh et al., NeurIPS 2017, section 3.1. The scale is max|x|, as in their experiments, instead of ||x||_2, so
-    the variance is smaller.) It satisfies E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
+    that the variance is smaller.) It satisfies E ||C(x) - x||^2 <= D scale^2 / (4 s^2).
     """
 
     encoding: ClassVar[fields.Kind] = "levels"

@@ -1,4 +1,4 @@
-"""Context of a round that functions of rows may read. It is a part of the server's context."""
+"""Context of a round that functions of rows can read. It is part of the server's context."""
 
 from __future__ import annotations
 

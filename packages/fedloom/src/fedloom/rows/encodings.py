@@ -11,7 +11,7 @@ per scalar.
 | levels   | the scale max|x|, then n integers of ceil(log2(2 levels + 1)) bits   | item + ceil(n bits / 8)     |
 | sign     | the scale max|x|, then n signs of one bit                            | item + ceil(n / 8)          |
 
-If the dense form of a sparse or low-rank field is not longer, the field is sent in dense form.
+If the dense form of a sparse or low-rank field is not longer, the field is sent as a dense vector.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Encoding(Protocol):
     """Method of encoding the transmitted scalars x [n] of a field."""
 
     def size(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the payload bytes for rows [..., n], as one number if all rows have the same size, else as [...]."""
+        """Return the payload bytes for rows [..., n], as one number if all rows have equal sizes, or else as [...]."""
         ...
 
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> int | Tensor:
-        """Return the size as papers count it: 4 bytes per floating-point number, plus packed integers."""
+        """Return the size by the papers' way of counting: 4 bytes per floating-point number, plus packed integers."""
         ...
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
@@ -111,7 +111,7 @@ class _Sparse:
 
 
 class _LowRank:
-    """Encoding as two factors per matrix if the factors are smaller than the matrix.
+    """Encoding as two factors per matrix, if the factors are smaller than the matrix.
 
     All other parameters are sent unchanged.
     """

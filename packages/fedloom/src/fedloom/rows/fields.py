@@ -23,15 +23,15 @@ FIELD_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, tor
 
 @dataclass(frozen=True, eq=False)
 class Field:
-    """Format of one value in a message. Sender and receiver must use the same format.
+    """Format of one value in a message. The sender and the receiver must use the same format.
 
     Attributes:
         shape: shape of one client's value, such as (d,) for a model or (1,) for a scalar.
         dtype: one of float64, float32, float16, bfloat16, int64.
-        encoding: most compact form in which the value may be sent. The forms are listed in the table in
+        encoding: most compact form in which the value can be sent. The forms are listed in the table in
             `fedloom.rows.encodings`.
-        mask: bool tensor of the same shape. Only the marked scalars are sent, and the receiver uses its own values for
-            the others.
+        mask: bool tensor of the same shape. Only the marked scalars are sent. For the others, the receiver uses its own
+            values.
         levels: number L of positive levels on the grid {-L..L} scale / L, in the encoding "levels".
         layout: layout that defines the matrices, in the encoding "lowrank".
 

@@ -1,4 +1,4 @@
-"""Layout, the only class that knows the shapes of the parameters in an `nn.Module`.
+"""Layout, which is the only class that knows the shapes of the parameters in an `nn.Module`.
 
 Everywhere else, a model is a vector in R^d.
 """
@@ -34,7 +34,8 @@ class Layout:
     the total number of scalars.
 
     Raises:
-        LayoutError: there are no parameters, a name occurs twice, or the numbers of names and shapes differ.
+        LayoutError: there are no parameters, a name occurs twice, or the number of names differs from the number of
+            shapes.
     """
 
     names: tuple[str, ...]
@@ -59,7 +60,7 @@ class Layout:
     def create(cls, module: nn.Module) -> Layout:
         """Return the layout of the trainable parameters of a module (those with ``requires_grad``).
 
-        Tied parameters are included once.
+        Tied parameters are included only once.
 
         Frozen parameters and buffers are not part of a row, because the module itself holds them.
 
@@ -196,7 +197,7 @@ class Layout:
     def replace_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """Return new rows ``[..., d]`` in which the given matrices have been replaced.
 
-        Other parameters stay unchanged.
+        Other parameters remain unchanged.
         """
         if extra := set(matrices) - set(self.matrix_shapes):
             raise LayoutError(f"no matrix {sorted(extra)[0]!r}; {nearest(sorted(extra)[0], self.matrix_shapes)}")

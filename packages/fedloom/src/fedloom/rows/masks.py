@@ -19,7 +19,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     The head is the last layer with a matrix, including its bias.
 
     Raises:
-        LayoutError: no prefix is given and no parameter has two dimensions, or a prefix matches no parameter.
+        LayoutError: no prefix is given and no parameter has two dimensions, or a prefix does not match any parameter.
     """
     if prefixes:
         return layout.mask(*prefixes)
@@ -34,7 +34,7 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
-    """Return a note that ``method`` reduces to ``equal`` if the head ``[d]`` is the whole model, or else no note."""
+    """Return a note that ``method`` reduces to ``equal`` if the head ``[d]`` is the whole model, or no note."""
     sentence = (
         f"{method} on a model that consists only of the head is {equal}. Use a model with a hidden "
         "layer, or name a smaller head"
@@ -91,7 +91,7 @@ def part(models: Tensor, mask: Tensor) -> Tensor:
 
 
 def only_(rows: Tensor, mask: Tensor) -> Tensor:
-    """Set ``rows [m, d]`` to zero where ``mask [d]`` is False."""
+    """Set ``rows [m, d]`` to zero at the coordinates where ``mask [d]`` is False."""
     for run in spans(~mask):
         rows[:, run] = 0
     return rows

@@ -39,7 +39,7 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
         key: key from `new_key`.
         k: number of dimensions of the subspace, or None for the identity.
         like: tensor ``[..., d]``. The projection has the dimension d, dtype and device of this tensor.
-        matrix: matrix ``[k, d]`` to use instead of one that is drawn from the key, or None.
+        matrix: matrix ``[k, d]`` that is used instead of a matrix drawn from the key, or None.
 
     Raises:
         ConfigError: the matrix has the wrong shape, or a matrix is given although k is None.
@@ -61,6 +61,9 @@ def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None =
 
 @lru_cache(maxsize=1)
 def _matrix(key: tuple[int, ...], k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw the matrix for a key. The last one is cached. Since callers share it, the matrix must not be modified."""
+    """Draw the matrix for a key.
+
+    The most recent projection is cached. The matrix must not be modified, because it is shared by callers.
+    """
     p = torch.randn(k, d, generator=generator(0, purpose=("projection", *key)), dtype=torch.float64)
     return (p / norm(p)).to(device, dtype)

@@ -1,10 +1,10 @@
 """Codec for messages, which can also compute the length of a message without creating it.
 
-A message contains the values of one client's named fields. It consists of a header (magic, version, number of fields,
-fingerprint of the layout, CRC-32 of everything that follows), one descriptor per field (name, type, encoding, shape,
-number of bytes in the payload), and the payloads. Before `decode` allocates memory, it compares the header, the
+A message contains the values of the named fields of one client. It consists of a header (magic, version, number of
+fields, fingerprint of the layout, CRC-32 of everything that follows), one descriptor per field (name, type, encoding,
+shape, number of bytes in the payload), and the payloads. Before `decode` allocates memory, it compares the header, the
 descriptors and all lengths with the agreed layout. Decoding therefore uses at most a small multiple of the memory of
-the agreed fields. It never executes code from a message.
+the agreed fields. No code in a message is ever executed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Codec:
 
         Args:
             values: values {name: [*shape]} of all fields of the codec, with the declared data types.
-            ranks: ranks {field: {matrix: rank}} of low-rank fields. They are computed if they are not given.
+            ranks: ranks {field: {matrix: rank}} of low-rank fields. If they are not given, they are computed.
 
         Raises:
             WireError: a value is missing or unknown, has the wrong shape or type, or is not on the grid of its
@@ -89,7 +89,7 @@ class Codec:
         """Decode a message to values {name: ``[*shape]``}.
 
         Args:
-            message: bytes that were received, which need not be a valid message.
+            message: received bytes, which are not necessarily a valid message.
             receiver: the receiver's own values of masked fields, which fill in the entries that are not sent. If they
                 are not given, these entries are zero.
 
@@ -174,7 +174,7 @@ class Codec:
 
     @cached_property
     def _headers(self) -> int:
-        """Number of bytes in a message besides the payloads."""
+        """Number of bytes in a message apart from the payloads."""
         return WIRE_HEADER.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
 
     @cached_property

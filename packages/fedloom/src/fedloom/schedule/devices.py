@@ -26,7 +26,7 @@ Slow = Literal["drawn", "rare-labels"]
 
 
 class Devices(Value, ABC):
-    """Devices of all clients in a run. Devices are drawn from random streams that nothing else uses."""
+    """Devices of all clients in a run. Devices are drawn from random streams that are not used for anything else."""
 
     kind: ClassVar[str]
 
@@ -104,7 +104,7 @@ class LogNormal(Stated):
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
         """Draw a speed for each client.
 
-        Speeds are assigned at random, or the slowest to the client with the rarest labels.
+        Speeds are assigned at random, or the slowest device is assigned to the client with the rarest labels.
 
         The device classes are the slowest, the middle and the fastest third of the speeds.
         """
@@ -189,7 +189,7 @@ class Trace(Devices):
     ``client`` is counted from 0. ``speed`` is in training samples per second, and a device with speed 0 never replies.
     ``up`` and ``down`` are in bytes per second. Optional columns are ``latency`` (in seconds, 0 by default), ``class``
     (a name), and ``start`` and ``end``, which give an interval in seconds during which the client is available. If a
-    client has several intervals, each of them has its own row. A client without any interval is always available.
+    client has several intervals, there is a row for each of them. A client without any interval is always available.
     """
 
     kind: ClassVar[str] = "trace"
@@ -210,7 +210,7 @@ class Trace(Devices):
         return self
 
     def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
-        """Assign a device from the file to every client."""
+        """Assign a device from the file to each client."""
         period = math.inf if self.period is None else self.period
         rows = read_trace(Path(self.file).expanduser(), period)
         if len(rows) < n or (len(rows) > n and not self.draw):
@@ -237,7 +237,7 @@ class Trace(Devices):
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
-    """Return devices reordered so that the client with the rarest labels has the first device, and so on."""
+    """Return the devices, reordered so that the client with the rarest labels has the first device, and so on."""
     assigned = torch.empty_like(slow_first)
     assigned[rarity.argsort(descending=True, stable=True)] = slow_first
     return assigned

@@ -1,6 +1,6 @@
 """Presence: the times at which devices are available.
 
-A device works only during its intervals of availability, and it pauses between them.
+A device works only during the intervals in which it is available, and pauses between them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Presence:
     Args:
         intervals: intervals [start, end) of each client, in seconds within [0, period]. A client without intervals is
             always available.
-        period: time in seconds after which the intervals repeat. If the period is infinite, a client is not available
-            after its last interval.
+        period: time in seconds after which the intervals repeat. If the period is infinite, a client is no longer
+            available after its last interval.
 
     Raises:
         ConfigError: intervals are empty, overlap or exceed the period.
@@ -55,7 +55,7 @@ class Presence:
         return laps * done[-1] + within
 
     def end(self, client: int, start: float, busy: float) -> float:
-        """Return the time at which a client that begins at ``start`` has worked ``busy`` seconds, or inf if never."""
+        """Return the time at which a client that starts at ``start`` has worked ``busy`` seconds, or inf if never."""
         if client not in self._starts:
             return start + busy
         starts, done = self._starts[client], self._done[client]
@@ -69,7 +69,7 @@ class Presence:
         return max(before + starts[j - 1] + rest - done[j - 1], start)
 
     def next(self, client: int, time: float) -> float:
-        """Return the earliest time from ``time`` on at which a client is available, or inf if there is none."""
+        """Return the earliest time, not before ``time``, at which a client is available, or inf if there is none."""
         if client not in self._starts:
             return time
         starts, done = self._starts[client], self._done[client]

@@ -1,4 +1,4 @@
-"""Schedules, which determine the uploads that are used in a step of the server. ``SCHEDULES`` by kind."""
+"""Schedules, which determine the uploads that the server uses in a step. ``SCHEDULES`` by kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.values import Value
 
 
 class Schedule(Value, ABC):
-    """Rule that determines the uploads that are used in a step of the server."""
+    """Rule that determines which uploads the server uses in a step."""
 
     kind: ClassVar[str]
 
@@ -60,7 +60,7 @@ class OverSelection(Schedule):
 class Stream(Schedule, ABC):
     """Schedule in which clients train continuously.
 
-    As soon as a client has replied, it is replaced by a client with the newest model.
+    As soon as a client has replied, it is replaced by a client that receives the newest model.
 
     A step of the server uses the uploads that arrive first. The staleness of an upload is the number of steps that the
     server took while the client trained. The change in an upload is multiplied by a factor that decreases with the
@@ -120,7 +120,7 @@ class Buffered(Stream):
         return self.buffer
 
     def adapted(self, n: int) -> Self:
-        """Limit the buffer to the number of clients if the user did not set its size."""
+        """If the user has not set the size of the buffer, limit it to the number of clients."""
         default = "buffer" not in self.model_fields_set
         return self.with_(buffer=n) if default and self.buffer > n else self
 
@@ -128,8 +128,8 @@ class Buffered(Stream):
 class Asynchronous(Stream):
     """FedAsync schedule, in which each upload is mixed into the server's model (Xie et al., arXiv:1903.03934).
 
-    A step is x <- (1 - a) x + a w, where a is rate times the factor that belongs to the staleness. In the paper, the
-    local problem also contains the proximal term of FedProx.
+    A step is x <- (1 - a) x + a w, where a is the rate times the factor that belongs to the staleness. In the paper,
+    the local problem also contains the proximal term of FedProx.
     """
 
     kind: ClassVar[str] = "asynchronous"

@@ -21,7 +21,7 @@ TRACE_BOUNDS = {"speed": "at least 0", "up": "above 0", "down": "above 0", "late
 class DeviceRow(NamedTuple):
     """Device in a trace: speed, rates, latency, class, and intervals of availability.
 
-    Without intervals, the device is always available.
+    If there are no intervals, the device is always available.
     """
 
     speed: float
@@ -41,8 +41,8 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
             interval.
 
     Raises:
-        DataError: the file cannot be read, or a row is invalid. The message states the file, the row, the value and
-            what to do.
+        DataError: the file cannot be read, or a row is invalid. The message states the file, the row, the value and the
+            required action.
     """
     columns, names = _columns(path)
     _check_rows(path, columns)
@@ -61,7 +61,7 @@ def read_trace(path: Path, period: float) -> dict[int, DeviceRow]:
 
 
 def _columns(path: Path) -> tuple[dict[str, Column], list[str]]:
-    """Read the columns as numbers, with NaN for empty cells, and the device class of each row."""
+    """Read the columns as numbers, with NaN for empty cells, and read the device class of each row."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
@@ -109,7 +109,7 @@ def _refuse(path: Path, row: int, sentence: str) -> None:
 
 
 def _check_rows(path: Path, columns: dict[str, Column]) -> None:
-    """Raise if a cell is invalid."""
+    """Raise an error if a cell is invalid."""
 
     def first(bad: NDArray[np.bool_]) -> int | None:
         return int(bad.argmax()) if bad.any() else None
@@ -128,7 +128,7 @@ def _check_rows(path: Path, columns: dict[str, Column]) -> None:
 
 
 def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Column], names: list[str]) -> None:
-    """Raise if the rows of a client do not describe intervals of the same device."""
+    """Raise an error if the rows of a client do not describe intervals of the same device."""
     clients = columns["client"][order]
     for place in np.flatnonzero(clients[1:] == clients[:-1]).tolist():
         before, k = order[place : place + 2].tolist()
@@ -153,7 +153,7 @@ def _check_clients(path: Path, order: NDArray[np.int64], columns: dict[str, Colu
 
 
 def _check_intervals(path: Path, order: NDArray[np.int64], columns: dict[str, Column], period: float) -> None:
-    """Raise if intervals are empty, overlap or exceed the period."""
+    """Raise an error if intervals are empty, overlap or exceed the period."""
     previous = (-1, 0.0)
     for k in order[~np.isnan(columns["start"][order])].tolist():
         client, start, end = int(columns["client"][k]), float(columns["start"][k]), float(columns["end"][k])

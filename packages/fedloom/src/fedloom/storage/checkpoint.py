@@ -1,9 +1,9 @@
-"""Checkpoints, which contain everything that a run needs to resume exactly, as safetensors and JSON.
+"""Checkpoints, which contain everything that is needed to resume a run exactly, as safetensors and JSON.
 
-No part of a checkpoint is ever run as code.
+No part of a checkpoint is ever executed as code.
 
 Checkpoint number G, called generation G, consists of ``checkpoint-G.safetensors`` and ``checkpoint-G.json``. The JSON
-file contains the checksums of both files. The JSON file is renamed last, so a generation only exists once it is
+file contains the checksums of both files. The JSON file is renamed last, so that a generation exists only if it is
 complete. If a store keeps its rows in files, its journal determines which rows belong to a generation.
 """
 
@@ -59,7 +59,7 @@ class Loaded(NamedTuple):
     Attributes:
         generation: number of the generation.
         tensors: saved tensors, bitwise equal. If the generation was loaded by `Checkpoints.resume`, the tensors of the
-            stores are left out.
+            stores are omitted.
         meta: saved metadata, after conversion to JSON and back.
         warnings: messages about newer generations that could not be used.
     """
@@ -80,7 +80,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
             (see `check_file_digest`).
 
     Returns:
-        SHA-256 of the file as hexadecimal digits. The digest is computed with zeros in its own place.
+        SHA-256 of the file as hexadecimal digits. For the computation of the digest, the bytes of the digest itself are
+        replaced by zeros.
 
     Raises:
         CheckpointError: the disk is full or the write is rejected.
@@ -120,7 +121,7 @@ def has_digest(path: Path) -> bool:
 
 
 def check_file_digest(path: Path) -> None:
-    """Raise if a safetensors file that `save_tensors` wrote with metadata has changed since then.
+    """Raise an error if a safetensors file that `save_tensors` wrote with metadata has changed since then.
 
     A file without a digest is accepted.
 
@@ -151,7 +152,7 @@ class Checkpoints:
         folder: folder of the checkpoints. The first call of `save` creates the folder.
         keep: number of generations to keep.
         update_numbers: function that replaces old names by current names in the ``numbers`` of a generation that an
-            earlier version wrote.
+            earlier version has written.
     """
 
     def __init__(
@@ -173,17 +174,17 @@ class Checkpoints:
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
     ) -> None:
-        """Store a generation durably, together with the rows of the stores, and delete generations in excess of `keep`.
+        """Durably store a generation together with the rows of the stores, and delete generations in excess of `keep`.
 
         Args:
-            generation: number of the generation, which must exceed the newest one.
+            generation: number of the generation, which must be greater than the newest one.
             tensors: tensors by name.
             meta: metadata that can be represented in JSON.
             fingerprint: fingerprint of the experiment.
             stores: stores of rows by name.
 
         Raises:
-            CheckpointError: the disk is full or the write is rejected. Earlier generations stay intact.
+            CheckpointError: the disk is full or the write is rejected. Earlier generations remain intact.
         """
         stores, generations = stores or {}, self.generations()
         assert not generations or generation > generations[-1], f"checkpoint {generation} after {generations[-1]}"
@@ -218,7 +219,7 @@ class Checkpoints:
         Args:
             fingerprint: fingerprint of the experiment.
             numbers: values of the experiment, keyed by dotted key. If the generation belongs to a different experiment,
-                the error lists the values that differ from ``numbers`` in the generation's metadata.
+                the error lists the values in the generation's metadata that differ from ``numbers``.
 
         Raises:
             DamagedCheckpoint: all generations are damaged.
@@ -247,7 +248,7 @@ class Checkpoints:
         return None
 
     def meta(self) -> dict[str, Any] | None:
-        """Read the metadata of the newest generation, without its tensors. Return None if there is no generation.
+        """Read the metadata of the newest generation, without its tensors. If there is no generation, return None.
 
         This function may be called while another process saves a generation.
         """
@@ -272,7 +273,7 @@ class Checkpoints:
     ) -> Loaded | None:
         """Load the newest generation as `load` does, and restore the stores to it.
 
-        If there is no generation, the stores are emptied.
+        If there is no generation, the stores become empty.
 
         Rows that are newer than the generation are discarded.
 

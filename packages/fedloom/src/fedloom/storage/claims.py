@@ -1,10 +1,10 @@
-"""Claims, with which any number of processes and machines share the units of work in a folder without locks or clocks.
+"""Claims, by which any number of processes and machines share the units of work in a folder without locks or clocks.
 
-Each unit has a folder, which has a subfolder for each attempt. Attempts are numbered from 1. The process that creates
-the subfolder owns the attempt, because creating a folder is atomic on every disk. While this process is alive, it
-increments the counter of the attempt. Another process may start the next attempt if it has seen the same counter for
-`EXPIRY_SECONDS` by its own clock, or if it knows that the owner has ended. The result of a unit is published by
-renaming a folder. If several attempts finish, the first result is kept.
+Each unit has a folder, in which there is a subfolder for each attempt. Attempts are numbered from 1. The process that
+creates the subfolder owns the attempt, because the creation of a folder is atomic on every disk. While this process is
+alive, it increments the counter of the attempt. Another process may start the next attempt if it has seen the same
+counter for `EXPIRY_SECONDS` by its own clock, or if it knows that the owner has ended. The result of a unit is
+published by renaming a folder. If several attempts finish, the first result is kept.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedloom.storage import disk
 from fedloom.storage.files import explained, make_folder
 
 PULSE_SECONDS = 5.0
-"""Interval between two increments of a counter, in seconds."""
+"""Time in seconds between two increments of a counter."""
 EXPIRY_SECONDS = 60.0
-"""Time without an increment, in seconds, after which the owner of a claim is regarded as dead."""
+"""Time in seconds without an increment after which the owner of a claim is considered dead."""
 PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 
 class Claimant(NamedTuple):
-    """Owner of a claim, with the progress of its work.
+    """Owner of a claim, and the progress of its work.
 
     Attributes:
         host: name of the machine on which the owner runs.
@@ -54,12 +54,13 @@ class UnitClaim:
     Args:
         folder: folder of the attempt, which this process has created.
         before: folder of the previous attempt, whose owner has ended. None if there is no previous attempt.
-        dead: True if the previous owner is known to have ended, so that it cannot write to its folder any more.
+        dead: True if the previous owner is known to have ended, so that it can no longer write to its folder.
 
     Attributes:
-        state: folder in which the work is done. If the previous attempt has left a checkpoint, the folder contains it.
+        state: folder in which the work is done. If the previous attempt has left a checkpoint, the folder contains this
+            checkpoint.
         earlier: state folder of the previous attempt, which may have been moved. None for the first attempt.
-        progress: text that describes the progress to other processes.
+        progress: text that describes the progress for other processes.
     """
 
     def __init__(self, folder: Path, before: Path | None, *, dead: bool) -> None:
@@ -73,7 +74,7 @@ class UnitClaim:
             _take_over(self.earlier, self.state, dead=dead)
 
     def release(self) -> None:
-        """Release the unit. Other processes may then take over the state of the attempt."""
+        """Release the unit. After that, other processes may take over the state of the attempt."""
         self._stop()
         with suppress(OSError):
             self._write(released=True)
@@ -82,7 +83,7 @@ class UnitClaim:
         """Publish the result by renaming the state folder to its final location.
 
         Returns:
-            True if this attempt was the first to finish, otherwise False, and the earlier result is kept.
+            True if this attempt was the first to finish. Otherwise False, and the earlier result is kept.
 
         Raises:
             CheckpointError: the write is rejected.
@@ -110,7 +111,7 @@ class UnitClaim:
 
 
 class Claims:
-    """Claims in a folder as seen by one process.
+    """Claims in a folder, as seen by one process.
 
     Args:
         folder: folder with a subfolder for each unit that was ever claimed.
@@ -121,10 +122,10 @@ class Claims:
         self._seen: dict[Path, tuple[object, float]] = {}
 
     def take(self, unit: str) -> UnitClaim | None:
-        """Claim a unit. Return None if another process has claimed the unit.
+        """Claim a unit. If another process has claimed the unit, return None.
 
         Args:
-            unit: name of the unit, which must be valid as the name of a folder.
+            unit: name of the unit, which must also be a valid folder name.
 
         Raises:
             CheckpointError: the write is rejected.
@@ -146,7 +147,7 @@ class Claims:
             return UnitClaim(attempt, before, dead=dead)
 
     def claimant(self, unit: str) -> Claimant | None:
-        """Return the current or the last owner of a unit. Return None if the unit was never claimed."""
+        """Return the current owner of a unit, or else its last owner. If the unit was never claimed, return None."""
         newest = self._newest(unit)
         pulse = _read(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
@@ -162,7 +163,7 @@ class Claims:
     def find_abandoned(self, unit: str) -> Path | None:
         """Return the state folder of a unit whose owner is known to have ended.
 
-        Return None if there is no such state.
+        If there is no such state, return None.
         """
         newest = self._newest(unit)
         attempt = self.folder / unit / str(newest)
@@ -170,10 +171,10 @@ class Claims:
         return state if newest and state.is_dir() and _has_ended(_read(attempt)) else None
 
     def check_ended(self) -> None:
-        """Raise if another process may still be working on a unit.
+        """Raise an error if another process may still be working on a unit.
 
         Raises:
-            RunDirError: an owner has not released its unit and is not known to have ended.
+            RunDirError: an owner has not released its unit and may still be running.
         """
         for unit in self.units():
             holder = self.claimant(unit)
@@ -207,7 +208,7 @@ class Claims:
 
 
 def publish(source: Path, target: Path) -> bool:
-    """Rename a folder to its final location unless this location already exists.
+    """Rename a folder to its final location, unless something already exists there.
 
     Returns:
         True if the folder was renamed.
@@ -229,7 +230,7 @@ def publish(source: Path, target: Path) -> bool:
 
 
 def _take_over(before: Path, state: Path, *, dead: bool) -> None:
-    """Continue an attempt that has ended, with all its files if its owner is dead, else with its newest checkpoint."""
+    """Continue an ended attempt, with all its files if its owner is dead, or else with its newest checkpoint."""
     if dead:
         with suppress(OSError):
             before.rename(state)
@@ -242,7 +243,10 @@ def _take_over(before: Path, state: Path, *, dead: bool) -> None:
 
 
 def _read(attempt: Path) -> dict[str, Any] | None:
-    """Return what the owner of an attempt recorded last. Return None if nothing was recorded yet."""
+    """Return the last record that the owner of an attempt has written.
+
+    If nothing has been recorded yet, return None.
+    """
     with suppress(OSError, ValueError):
         pulse: dict[str, Any] = json.loads((attempt / PULSE_FILE).read_text())
         return pulse
@@ -250,7 +254,7 @@ def _read(attempt: Path) -> dict[str, Any] | None:
 
 
 def _has_ended(pulse: dict[str, Any] | None) -> bool:
-    """Return True if the owner has released its unit, or if it was a process on this system that has ended."""
+    """Return True if the owner has released its unit, or if the owner was a process on this system that has ended."""
     if pulse is None:
         return False
     here = pulse["place"] is not None and pulse["place"] == _place()
@@ -267,7 +271,7 @@ def _place() -> str | None:
 
 
 def _begun(pid: int) -> str | None:
-    """Return the start time of a process on this system, in the units of the kernel.
+    """Return the start time of a process on this system, in the units that the kernel uses.
 
     Return None if the process has ended.
     """

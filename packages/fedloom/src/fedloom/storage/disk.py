@@ -1,9 +1,9 @@
 """Disk primitives, with which all changes to a run directory are made.
 
-The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, which allows
-a test to stop the process at this point. If a test may stop the process there, each write is split into two halves, and
-the step ``"tear"`` is between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive
-as if it were killed.
+The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, so that a
+test can stop the process at this point. If a test may stop the process there, each write is split into two halves, with
+the step ``"tear"`` between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as
+if it had been killed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 hook: Callable[[str, Path], None] | None = None
-"""Function that is called before each primitive, with the name of the primitive and the path. Tests set this
-function."""
+"""Function that is called before each primitive, with the name of the primitive and the path. This function is set by
+tests."""
 
 _crash_at = int(os.environ.get("FEDLOOM_CRASH_AT", "0"))
 _steps = 0
 
 
 def step(op: str, path: Path) -> None:
-    """Call the hook before a primitive, or end the process if it was started to crash here."""
+    """Call the hook before a primitive. If the process was started in order to crash here, end it instead."""
     global _steps
     if hook is not None:
         hook(op, path)
@@ -43,11 +43,11 @@ def is_watched() -> bool:
 
 
 def regular(path: Path) -> Path:
-    """Return a path after checking that it is a regular file or does not exist.
+    """Check that a path is a regular file or does not exist, and return the path.
 
     Raises:
-        OSError: the path is a pipe, a socket, a device or a folder. This check prevents waiting for a writer, as
-            opening a pipe would.
+        OSError: the path is a pipe, a socket, a device or a folder. This check prevents the process from waiting for a
+            writer, as it would when opening a pipe.
     """
     try:
         mode = os.stat(path).st_mode
@@ -59,16 +59,16 @@ def regular(path: Path) -> Path:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open a regular file. Links are not followed, because a link could lead to any of the user's files."""
+    """Open a regular file. Symbolic links are not followed, because a link could point to any of the user's files."""
     if flags & os.O_CREAT:
         step("create", path)
     return os.open(regular(path), flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
-    """Write bytes to an open file, beginning at a position.
+    """Write bytes to an open file, starting at a position.
 
-    If the position is None, writing begins at the current position of the file.
+    If the position is None, writing starts at the current position of the file.
     """
     torn = len(data) > 1 and is_watched()
     cut = len(data) // 2 if torn else len(data)
@@ -82,13 +82,13 @@ def write_bytes(fd: int, path: Path, data: memoryview, at: int | None) -> None:
 
 
 def fsync(fd: int, path: Path) -> None:
-    """Wait until the bytes written to a file are on the disk."""
+    """Wait until the bytes that were written to a file are on the disk."""
     step("fsync", path)
     os.fsync(fd)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Wait until the names of the files in a folder are on the disk."""
+    """Wait until the names of the files in a folder have been written to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fsync(fd, folder)

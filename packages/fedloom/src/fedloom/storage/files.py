@@ -1,4 +1,4 @@
-"""Files of a run directory. These files are written only with the primitives of `fedloom.storage.disk`."""
+"""Files of a run directory. These files are written only by means of the primitives of `fedloom.storage.disk`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 MAX_BUFFERS_PER_CALL = 1024
 """Maximum number of buffers that one system call reads or writes."""
 MAX_OPEN_ATTEMPTS = 100
-"""Number of attempts to open a temporary file if it appears to be a different file each time. The number is limited
+"""Number of attempts to open a temporary file, if it appears to be a different file each time. The number is limited
 because some disks change the inode numbers of open files."""
 
 
 def explained(path: Path) -> AbstractContextManager[None]:
-    """Convert a failed write in the block into a `CheckpointError`."""
+    """If a write inside the block fails, convert the error to a `CheckpointError`."""
     return explain_os_error(path, "Earlier results are intact", "run the same command again")
 
 
 class Sink(io.RawIOBase):
-    """File-like object that `write_atomic` passes to a function, which fills it from start to end."""
+    """File-like object that `write_atomic` passes to a function. The function fills it from start to end."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd, self._path, self._length = fd, path, 0
@@ -58,7 +58,7 @@ class Sink(io.RawIOBase):
         return self._length
 
     def replace(self, data: Buffer, at: int) -> None:
-        """Overwrite the bytes from position ``at`` on."""
+        """Overwrite the bytes that start at position ``at``."""
         disk.write_bytes(self._fd, self._path, disk.as_bytes(data), at)
 
 
@@ -67,8 +67,8 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
     Args:
         path: the file.
-        what: description of the file, used in the message, e.g. ``"the site file"``.
-        cure: end of the message, which says what to do.
+        what: description of the file, for use in the message, e.g. ``"the site file"``.
+        cure: end of the message, which states what to do.
 
     Raises:
         ConfigError: the file does not exist, is not a regular file, or cannot be read.
@@ -80,7 +80,7 @@ def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Create a folder with the given mode, and its parents, durably.
+    """Durably create a folder with the given mode, together with its parents.
 
     Raises:
         RunDirError: the path cannot be a folder.
@@ -100,17 +100,17 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 def is_unused(folder: Path) -> bool:
     """Return True if a folder does not exist or contains only hidden files.
 
-    Raise `RunDirError` if the path cannot be a folder.
+    Raise a `RunDirError` if the path cannot be a folder.
     """
     check_folder(folder)
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise if one of these folders, or an entry in it, is a link, because its content may be replaced and deleted.
+    """Raise if one of these folders, or an entry in it, is a symbolic link, since content may be replaced or deleted.
 
     Raises:
-        RunDirError: one of them is a link. The message names the first link.
+        RunDirError: one of them is a symbolic link. The message names the first symbolic link.
     """
     for place in (folder / name for name in names):
         inside = () if place.is_symlink() else sorted(place.glob("*"))
@@ -152,7 +152,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None
 
 @contextmanager
 def _draft(path: Path) -> Iterator[int]:
-    """Open a temporary file that only one writer among all processes may use at a time. Other writers wait."""
+    """Open a temporary file that can be used by only one writer at a time among all processes. Other writers wait."""
     for tries_left in reversed(range(MAX_OPEN_ATTEMPTS)):
         with _removed_on_error(path):
             fd = disk.open_file(path, os.O_WRONLY | os.O_CREAT)
@@ -183,7 +183,7 @@ def _removed_on_error(path: Path) -> Iterator[None]:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return True if a path leads to the given open file."""
+    """Return True if a path refers to the given open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def create_file(path: Path) -> None:
-    """Create an empty file if the path does not exist. Raise `CheckpointError` if the write is rejected."""
+    """Create an empty file if the path does not exist. Raise a `CheckpointError` if the write is rejected."""
     if not path.exists():
         with explained(path):
             os.close(disk.open_file(path, os.O_WRONLY | os.O_CREAT))
@@ -230,7 +230,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
 def append_line(path: Path, line: bytes) -> None:
     """Append a line with a single fsync.
 
-    If a crash truncated the last line, the appended line still begins on a line of its own.
+    Even if a crash truncated the last line, the appended line starts on a new line.
 
     Raises:
         CheckpointError: the disk is full or the write is rejected. In this case, the file has its previous length.
@@ -244,7 +244,8 @@ def append_line(path: Path, line: bytes) -> None:
 def discard(*paths: Path) -> None:
     """Delete files in the given order.
 
-    After each deletion, the folder is fsynced, so a deleted file cannot reappear once the next file is gone.
+    After each deletion, the folder is fsynced, so that a deleted file cannot reappear after the next file has been
+    deleted.
 
     Raises:
         CheckpointError: the deletion is rejected.
@@ -261,7 +262,7 @@ class RowFile:
 
     Args:
         path: the file.
-        length: length of the file in bytes. new: True to create the file, or to replace an existing one, with zeros.
+        length: length of the file in bytes. new: True to create the file, or to replace an existing file, with zeros.
             Otherwise, the file must exist and have this length.
 
     Raises:
@@ -281,7 +282,7 @@ class RowFile:
                 disk.fsync_folder(path.parent)
 
     def read(self, into: Sequence[memoryview], at: int) -> None:
-        """Fill up to `MAX_BUFFERS_PER_CALL` buffers in order with the bytes from position ``at`` on."""
+        """Fill up to `MAX_BUFFERS_PER_CALL` buffers, in order, with the bytes that start at position ``at``."""
         while into:
             done = os.preadv(self._fd, into, at)
             if done == 0:
@@ -289,9 +290,9 @@ class RowFile:
             into, at = _remaining_buffers(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
-        """Write buffers, up to `MAX_BUFFERS_PER_CALL` at a time, each group from its own position on.
+        """Write buffers, up to `MAX_BUFFERS_PER_CALL` at a time, where each group starts at its own position.
 
-        The bytes are durable only after `sync`.
+        The bytes become durable only with `sync`.
         """
         with explained(self.path):
             for data, at in pieces:
@@ -302,7 +303,7 @@ class RowFile:
                     disk.write_bytes(self._fd, self.path, memoryview(b"".join(data)), at)
 
     def sync(self) -> None:
-        """Wait until everything that any process has written is on the disk."""
+        """Wait until all data that any process has written are on the disk."""
         with explained(self.path):
             disk.fsync(self._fd, self.path)
 

@@ -3,11 +3,11 @@
 The journal ``journal-G`` starts at checkpoint G. Its header lists the clients that have rows at this checkpoint, and
 contains the length of the previous journal. The records of a journal contain the old bytes of the rows that have been
 changed since the checkpoint. If a checkpoint has a journal, its rows are restored by applying all journals from the
-newest back to this one.
+newest one back to this one.
 
 A record consists of a tag (16 random bytes of the journal), the number of rows k, ids [k] int64, the rows, and the
-CRC-32 of the record. A crash can only damage the last record. This record is ignored, because the rows in it had not
-been overwritten yet.
+CRC-32 of the record. A crash can damage only the last record. This record is ignored, because its rows had not yet been
+overwritten.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Header(NamedTuple):
     Attributes:
         generation: number of the checkpoint at which the journal starts.
         previous: generation of the previous journal, or -1 if there is none.
-        sealed: length of the previous journal in bytes when this journal was started.
+        sealed: length of the previous journal in bytes at the time when this journal was started.
         tag: bytes with which each record begins.
         occupied: mask of the clients that have a row at the checkpoint, bool [n].
         length: length of the header in bytes.
@@ -75,7 +75,7 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 class Journal:
-    """All journals of one store.
+    """All journals of a single store.
 
     Args:
         folder: folder that contains the ``journal-G`` files.
@@ -128,7 +128,7 @@ class Journal:
     def next(self, generation: int, occupied: Tensor) -> None:
         """Start the journal of a new checkpoint, which follows the open journal.
 
-        Nothing happens if no row has changed since the open journal was started.
+        If no row has changed since the open journal was started, nothing happens.
         """
         assert self._open is not None
         if (generation, self._length) == (self._open.generation, self._open.length) and self._open.occupied.equal(
@@ -161,7 +161,7 @@ class Journal:
         self._length = append_synced(self.path(self._open.generation), pieces())
 
     def chain(self, generation: int) -> list[Header]:
-        """Return the headers of all journals from that of a checkpoint to the newest.
+        """Return the headers of all journals, from a checkpoint's journal to the newest one.
 
         Raises:
             DamagedCheckpoint: one of these journals is missing or damaged.
@@ -177,7 +177,7 @@ class Journal:
         return headers
 
     def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the old rows of a journal in pieces, beginning with the last record.
+        """Yield the old rows of a journal in pieces, starting with the last record.
 
         Args:
             header: header of the journal whose rows are read.
@@ -207,9 +207,9 @@ class Journal:
                     yield ids, rows
 
     def restart(self, chain: list[Header]) -> None:
-        """Start again from the oldest header of a chain whose journals have been applied.
+        """Start again from the oldest header of a chain in which all journals have been applied.
 
-        The newer journals are deleted, beginning with the newest.
+        The newer journals are deleted, starting with the newest one.
         """
         first = chain[0]
         discard(*(self.path(h.generation) for h in reversed(chain[1:])))
@@ -253,7 +253,7 @@ class Journal:
         )
 
     def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
-        """Read the record that starts at a byte. Return None if there is no complete record."""
+        """Read the record that starts at a byte. If there is no complete record, return None."""
         begin, rows = _RECORD_STRUCT.unpack(os.pread(fd, _RECORD_STRUCT.size, at).ljust(_RECORD_STRUCT.size, b"\0"))
         size = self._size(rows)
         if begin != tag or at + size > os.fstat(fd).st_size:

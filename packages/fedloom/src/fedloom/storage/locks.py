@@ -1,4 +1,4 @@
-"""Locks on run directories. A directory may be used by only one process and its forks."""
+"""Locks on run directories. A directory may be used only by one process and its forks."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from fedloom.storage.files import explained, make_folder
 
 @contextmanager
 def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
-    """Keep all other processes out of a run directory within the block.
+    """Within the block, keep all other processes out of a run directory.
 
-    A lock ends with its process, so a dead process does not hold any lock.
+    A lock ends with its process, so that a dead process cannot hold a lock.
 
     Forked processes share the lock of their parent. Another process can therefore enter only when none of these
-    processes can write any more.
+    processes can still write.
 
     Args:
         folder: run directory. The directory is created if it does not exist.
         wait: number of seconds to wait for the workers of a dead process to end.
-        joins: True to work together with other processes that have joined. In this case, the block runs without a lock
-            if the disk does not support locks.
+        joins: True to work together with other processes that have joined. In this case, if the disk does not support
+            locks, the block runs without a lock.
 
     Raises:
-        RunDirError: another process uses the directory, or the disk does not support file locks.
+        RunDirError: a different process is using the directory, or the disk does not support file locks.
     """
     make_folder(folder)
     path, me = folder / LOCK_FILE, os.getpid()
@@ -57,15 +57,15 @@ def hold(fd: int, path: Path, *, wait: bool = False) -> bool:
 
     Args:
         fd: file descriptor.
-        path: path of the file, used in the message.
-        wait: True to wait for the process that holds the lock.
+        path: path of the file, for use in the message.
+        wait: True to wait for the process that is holding the lock.
 
     Returns:
         False if another process holds the lock.
 
     Raises:
-        RunDirError: the disk does not support file locks, for instance NFS without its lock service. Without locks, two
-            processes could write at the same time.
+        RunDirError: the disk does not support file locks, for instance because it is an NFS disk without its lock
+            service. Without locks, two processes could write at the same time.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -89,7 +89,7 @@ def release(fd: int) -> None:
 def is_in_use(folder: Path) -> bool:
     """Return True if a run directory is locked by a process or one of its forks.
 
-    The kernel releases a lock when its processes have ended.
+    The kernel releases a lock as soon as its processes have ended.
 
     The process id in the file is not used, because any process may have this id after a reboot.
     """
@@ -130,7 +130,7 @@ def _take(fd: int, path: Path, wait: float, *, joins: bool) -> None:
 def _share(fd: int) -> bool:
     """Take a shared lock together with other processes that join.
 
-    Return False if a process has exclusive use of the directory.
+    Return False if a process has exclusive access to the directory.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -142,7 +142,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_held(fd: int) -> bool:
-    """Return True if a process uses the directory. To check this, `is_in_use` takes a shared lock for a moment."""
+    """Return True if a process is using the directory. To check this, `is_in_use` briefly takes a shared lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

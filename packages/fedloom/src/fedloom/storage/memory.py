@@ -28,7 +28,7 @@ class Memory(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until every process has called this method."""
+        """Wait until all processes have called this method."""
         ...
 
 

@@ -1,7 +1,8 @@
-"""Store of the rows that clients keep between rounds. Rows are in memory or, above a budget, in a file.
+"""Store of the rows that are kept for clients between rounds. Rows are in memory or, above a budget, in a file.
 
-A client whose row was never written has the row of the template. Rows in files are read and written in place, so memory
-grows only with the cohort. An undo journal can restore the rows at the most recent checkpoints:
+If no row was ever written for a client, the client has the row of the template. Rows in files are read and written in
+place, so that memory use grows only with the cohort. An undo journal can restore the rows at the most recent
+checkpoints:
 
     store.touch(ids)        # once a round, before rows are overwritten
     store.write(ids, rows)  # by any process that shares the rows
@@ -103,7 +104,7 @@ def _neighbours(ids: Tensor) -> bool:
 
 
 def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Return runs of rows that are neighbors in the file and in memory: (first id, its index, count), sorted by id."""
+    """Return runs of rows that are adjacent in the file and in memory: (first id, its index, count), sorted by id."""
     order = ids.argsort(stable=True)
     ids, places = ids[order], places[order]
     begins = torch.ones_like(ids, dtype=torch.bool)
@@ -118,10 +119,10 @@ class Store(Generic[T]):
 
     Args:
         n: number of clients.
-        template: row of a client that was never written, as a NamedTuple of tensors [w]. Each field has its own w and
-            dtype.
-        path: folder for the file and its journal. If None, rows are kept in memory, whatever their size.
-        budget: number of bytes. If all rows together need at most this much, they stay in memory.
+        template: row of a client for which no row was written, as a NamedTuple of tensors [w]. Each field has its own w
+            and dtype.
+        path: folder for the file and its journal. If None, rows are kept in memory, regardless of their size.
+        budget: number of bytes. If all rows together need at most this much memory, they stay in memory.
         memory: memory through which other processes read and write the same rows.
 
     Attributes:
@@ -171,7 +172,7 @@ class Store(Generic[T]):
         """Return the rows of clients.
 
         Args:
-            ids: ids of the clients [m] int64. Sorted ids are processed fastest.
+            ids: ids of the clients [m] int64. Rows are processed fastest if the ids are sorted.
 
         Returns:
             The template's NamedTuple with fields [m, w], which are copies.
@@ -191,14 +192,14 @@ class Store(Generic[T]):
         return cast(T, cast(Any, type(self.template))(*fields))
 
     def write(self, ids: Tensor, rows: T) -> None:
-        """Replace the rows of clients. If rows are in files, `touch` must be called before.
+        """Replace the rows of clients. If rows are in files, `touch` must be called beforehand.
 
         Args:
             ids: ids [m] int64, each at most once.
             rows: fields [m, w] of the new rows.
 
         Raises:
-            LayoutError: the shape or dtype of a field differs from that in the template.
+            LayoutError: the shape or dtype of a field differs from the template.
         """
         self._check(ids)
         assert len(ids.unique()) == len(ids), "an id occurs twice"
@@ -217,7 +218,7 @@ class Store(Generic[T]):
         self.occupied[ids] = True
 
     def touch(self, ids: Tensor) -> None:
-        """Save rows of the last checkpoint to the journal before they are overwritten, with at most one fsync.
+        """Before rows of the last checkpoint are overwritten, save them to the journal, with at most one fsync.
 
         Args:
             ids: ids of all clients in the round, [m] int64.
@@ -231,10 +232,10 @@ class Store(Generic[T]):
             self._touched[fresh] = True
 
     def checkpoint(self, generation: int) -> None:
-        """Make the current rows a generation. `rollback` restores it.
+        """Turn the current rows into a generation. `rollback` restores it.
 
         Args:
-            generation: number of the generation, which must exceed the previous one.
+            generation: number of the generation, which must be greater than the previous one.
         """
         assert self._ready
         if self.in_files:
@@ -250,7 +251,7 @@ class Store(Generic[T]):
     def rollback(self, generation: int) -> None:
         """Restore the rows of a generation, bitwise. Newer generations are discarded.
 
-        If a crash interrupts this function, it must be called again. For rows in memory, nothing happens here, because
+        If a crash interrupts this function, it must be called again. Rows in memory need no action here, because
         `load_state` restores them.
 
         Raises:
@@ -292,7 +293,7 @@ class Store(Generic[T]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace all rows by those in a result of `state`.
+        """Replace all rows by the rows in a result of `state`.
 
         Raises:
             CheckpointError: the state belongs to a different set of clients or fields, or to a store in files.

@@ -1,4 +1,4 @@
-"""TOML files, which are read as documents. Errors state the path and what to do."""
+"""TOML files, which are read as documents. Errors state the path and the required action."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         what: description of the document, used in messages, e.g. ``"experiment file"``.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, or is not TOML.
+        ConfigError: the file does not exist, cannot be read, or does not contain valid TOML.
     """
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
@@ -56,7 +56,7 @@ def document_of(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _repeated(heading: re.Match[str]) -> str:
-    """Return a description of the error that a table has two headings, with advice on how to repair it."""
+    """Return a description of the error that a table has two headings, with advice on how to fix it."""
     name = ".".join(heading[1].replace("'", "").split(", "))
     return f"The table [{name}] is given twice. Write all its keys under one heading"
 

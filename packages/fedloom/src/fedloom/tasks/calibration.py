@@ -1,8 +1,8 @@
 """Recalibration of a binary model at a client by a linear function of its logits, fitted on validation data.
 
 References: J. C. Platt, "Probabilistic outputs for support vector machines", 1999. E. W. Steyerberg, "Clinical
-Prediction Models", 2nd ed., Section 15.3, recommends to fit only the intercept if there are few events, else the
-intercept and the slope.
+Prediction Models", 2nd ed., Section 15.3, recommends to fit only the intercept if there are few events, and otherwise
+the intercept and the slope.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 
 Floats = NDArray[np.float64]
 MIN_SLOPE_ROWS = 10
-"""Minimum number of validation rows in each class for which the slope is fitted, too."""
+"""Minimum number of validation rows in each class at which the slope is also fitted."""
 INVERSE_PENALTY = 1e10
 """Inverse strength of the penalty in scikit-learn's logistic regression."""
 MAX_LOGIT = 1e3
-"""Logit that stands for a probability which is 0 or 1 in all its digits."""
+"""Logit that represents a probability that is 0 or 1 in all of its digits."""
 
 
 def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """Return the slope and intercept of each client, ``[n, 2]`` float64.
 
-    Both are NaN if one of the classes has no rows at the client.
+    If one of the classes has no rows at the client, both are NaN.
 
     If a class has fewer than `MIN_SLOPE_ROWS` rows, or if the logits rank the rows worse than chance, the slope is set
     to 1. The intercept makes the mean probability equal to the fraction of positive targets.
@@ -34,7 +34,7 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     Args:
         output: logits ``[N, 1]`` for the validation samples of all clients.
         y: targets of these samples, 0 or 1, ``[N]``.
-        owner: client that each sample belongs to ``[N]``.
+        owner: client to which each sample belongs ``[N]``.
         n: number of clients.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
@@ -48,11 +48,11 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
 def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
     """Return two measures of how well the probabilities of each client are calibrated, each float64 ``[n]``.
 
-    The arguments are those of `recalibration`.
+    The arguments are the same as for `recalibration`.
 
     ``calibration_slope`` is the slope in a regression of the targets on the logits. The slope is 1 if the probabilities
     have the correct spread, less than 1 if they are too extreme, and NaN if a class has fewer than `MIN_SLOPE_ROWS`
-    rows. ``calibration_intercept`` is calibration-in-the-large, which is the number that must be added to the logits to
+    rows. ``calibration_intercept`` is calibration-in-the-large, i.e. the number that must be added to the logits to
     match the fraction of positive targets. Ideally, this number is 0. The number is NaN if all targets are in one
     class.
     """
@@ -74,7 +74,7 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 def _slope(z: Floats, hits: Floats) -> float:
     """Return the slope of a logistic regression of targets on logits.
 
-    The result is NaN if a class has fewer than `MIN_SLOPE_ROWS` rows.
+    If a class has fewer than `MIN_SLOPE_ROWS` rows, the result is NaN.
     """
     from sklearn.linear_model import LogisticRegression  # slow to import
 
@@ -86,7 +86,7 @@ def _slope(z: Floats, hits: Floats) -> float:
 
 
 def _intercept(z: Floats, share: float) -> float:
-    """Return the number that must be added to logits to make the mean probability equal to a fraction in (0, 1)."""
+    """Return the number that must be added to logits so that the mean probability equals a given fraction in (0, 1)."""
     from scipy.optimize import brentq  # slow to import
     from scipy.special import expit
 
@@ -96,7 +96,7 @@ def _intercept(z: Floats, share: float) -> float:
 def recalibrated(output: Tensor, line: Tensor) -> Tensor:
     """Recalibrate logits ``[N, 1]`` with the slopes and intercepts of their clients, ``[N, 2]`` or ``[2]``.
 
-    Logits stay unchanged if the slope or the intercept is NaN.
+    If the slope or the intercept is NaN, logits remain unchanged.
     """
     slope, intercept = line.to(output).unbind(-1)
     fitted = ~(slope.isnan() | intercept.isnan())

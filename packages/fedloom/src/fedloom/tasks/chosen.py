@@ -1,4 +1,4 @@
-"""Task of a data set, which may be combined with a user's loss, class weights and metrics."""
+"""Task of a data set, which can be combined with a user-defined loss, class weights and metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Kinds = Literal["classification", "binary", "multilabel", "regression", "surviva
 
 
 class Labelled(Protocol):
-    """Fields of a data set that the function `task_of` needs."""
+    """Fields of a data set on which the function `task_of` depends."""
 
     @property
     def task(self) -> Kinds:
@@ -52,8 +52,8 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
     """Return the task that a data set declares, combined with the user's own objective.
 
     Raises:
-        ConfigError: the data set's ``task`` is unknown, or the task does not support the metrics, class weights or
-            horizon of the objective.
+        ConfigError: the data set's ``task`` is unknown, or the task does not support the objective's metrics, class
+            weights or horizon.
     """
     base: Base
     match dataset.task:
@@ -80,9 +80,9 @@ class Chosen:
 
     Attributes:
         base: task that the data set declares.
-        objective: loss, metrics and class weights that the user chose.
-        classes: names of the classes. Empty if the targets are numbers.
-        extra: those metrics of fedloom that are computed only on request.
+        objective: loss, metrics and class weights that the user has chosen.
+        classes: names of the classes. If the targets are numbers, this is empty.
+        extra: metrics of fedloom that are computed only on request.
     """
 
     base: Base
@@ -96,7 +96,7 @@ class Chosen:
 
         Raises:
             ConfigError: a metric is incompatible with this task, two metrics have the same name, or the weights do not
-                fit the classes.
+                match the classes.
         """
         measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
         named = [m for m in objective.metrics if isinstance(m, str)]
@@ -159,8 +159,8 @@ class Chosen:
     def class_weights(self, counts: Tensor) -> Tensor | None:
         """Return the factors ``[n, C]`` by which the losses of each client's training samples are multiplied.
 
-        In a multilabel task, the result contains a factor for an absent and for a present label, ``[n, k, 2]``. The
-        result is None if all factors are 1.
+        In a multilabel task, the result contains a factor for an absent and for a present label, ``[n, k, 2]``. If all
+        factors are 1, the result is None.
 
         Args:
             counts: number of training samples of each client in each class, ``[n, C]``, or of samples without and with
@@ -205,7 +205,7 @@ class Chosen:
 
 
 def labels(classes: Sequence[str]) -> list[str]:
-    """Return class names as parts of metric names: at most 40 characters, no slashes or brackets, all different.
+    """Return class names as parts of metric names: at most 40 characters, without slashes or brackets, all different.
 
     >>> labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']
@@ -247,9 +247,9 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 
     A result is NaN if the client has no samples or its outputs are not finite.
 
-    Every metric is tried on samples before the first round. If it fails at a client later, its value is NaN and the
-    failure is logged once. For example, a metric for two classes fails at a client with one class. Models do not depend
-    on this value.
+    Every metric is tested on samples before the first round. If it later fails at a client, its value is NaN and the
+    failure is logged once. For example, a metric for two classes fails at a client that has only one class. Models do
+    not depend on this value.
     """
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
@@ -267,7 +267,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 
 @lru_cache(maxsize=64)
 def _warn_of_metric(_name: str, sentence: str) -> None:
-    """Log once per process that a metric could not be computed."""
+    """Log, once per process, that a metric could not be computed."""
     TASK_LOG.warning("%s. The value is NaN in these cases, and the run continues", sentence)
 
 

@@ -3,14 +3,15 @@
 The computation runs on the CPU in float64, and the results of different clients are independent.
 
 In this module, N is the number of samples of all clients together, n is the number of clients, and C is the number of
-classes. ``owner`` ``[N]`` is the client that each sample belongs to.
+classes. ``owner`` ``[N]`` is the client to which each sample belongs.
 
 References:
     AUROC is computed as a rank sum with mid-ranks for ties (Mann and Whitney 1947; Hanley and McNeil, Radiology 1982).
     AUPRC is the average precision, with one step per distinct score (Davis and Goadrich, ICML 2006). The calibration
     error uses 15 equal bins of the predicted probability (Naeini et al., AAAI 2015; Guo et al., ICML 2017). The Brier
-    score is due to Brier, Monthly Weather Review 1950. For two classes, it is half of the original score, which makes
-    it the squared error of a single probability. The balanced accuracy follows Brodersen et al., ICPR 2010.
+    score is defined as in Brier, Monthly Weather Review 1950. For two classes, it is half of the original score, which
+    makes it the squared error of a single probability. The balanced accuracy is defined as in Brodersen et al., ICPR
+    2010.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CALIBRATION_BINS = 15
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return a tensor in float64 on the CPU, where sums have a fixed order."""
+    """Return a tensor in float64 on the CPU, where the order of sums is fixed."""
     return x.detach().to("cpu", torch.float64)
 
 
@@ -40,7 +41,7 @@ def owner_total(x: Tensor, owner: Tensor, n: int) -> Tensor:
 def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
     """Return the means ``[n, ...]`` of x ``[N, ...]`` over the samples of each client.
 
-    A mean is NaN if the client has no samples.
+    If the client has no samples, a mean is NaN.
     """
     size = torch.bincount(owner, minlength=n).double()
     return owner_total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
@@ -49,7 +50,7 @@ def owner_mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
 def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs, targets and clients of labeled samples or positions.
 
-    Positions without a label have target -1.
+    The target of positions without a label is -1.
     """
     if len(owner) == len(y):
         return output, y, owner
@@ -59,7 +60,7 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-    """Set the metrics of clients to NaN whose outputs are not all finite."""
+    """If the outputs of a client are not all finite, set the client's metrics to NaN."""
     if bool(output.sum().isfinite()):
         return values
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
@@ -103,7 +104,7 @@ def class_metrics(
 ) -> dict[str, Tensor]:
     """Return metrics ``[n]`` that treat each class separately.
 
-    Means over classes include only those classes for which the metric is defined.
+    Means over classes include only the classes for which the metric is defined.
 
     Args:
         wanted: names in `COUNT_METRICS` or `CLASS_RATIOS` (which give one metric per class), or ``auroc_ovr``,
@@ -146,7 +147,7 @@ def label_metrics(
         y: 1 if a label is present, 0 if it is absent, and -1 if it is unknown, ``[N, k]``.
         owner: ``[N]`` clients.
         n: number of clients.
-        names: names of the labels, used in the names of metrics for single labels.
+        names: names of the labels, used in the names of metrics for individual labels.
     """
     is_known = y >= 0
     guess, present = (z > 0).double() * is_known, y.clamp(min=0)
@@ -182,8 +183,7 @@ def macro_f1(true: Tensor, guessed: Tensor, hits: Tensor) -> Tensor:
 
 
 FromCounts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of three numbers of samples by class ``[..., C]``: those in the class, those predicted to be in it, and
-both."""
+"""Function of three numbers of samples by class ``[..., C]``: in the class, predicted to be in the class, and both."""
 
 CLASS_RATIOS: Mapping[str, FromCounts] = {
     "recall": lambda true, _, hits: hits / true,

@@ -40,9 +40,9 @@ class Task(Protocol):
 
     @property
     def own_loss(self) -> OwnLoss | None:
-        """Loss set by the user, which replaces `loss` and `dloss` in training.
+        """User-defined loss, which replaces `loss` and `dloss` in training.
 
-        None if the user has not set a loss.
+        None if the user has not specified a loss.
         """
         ...
 
@@ -69,9 +69,9 @@ class Task(Protocol):
         Args:
             output: outputs ``[N, k]`` for the samples of all clients, or ``[N L, k]`` for sequences with a label per
                 position.
-            y: targets of these samples, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a
+            y: targets of these samples, ``[N]`` (for numbers ``[N, k]``), or ``[N L]`` with -1 for positions without a
                 label, which metrics ignore.
-            owner: client that each sample belongs to, 0..n-1, in any order, ``[N]``.
+            owner: client to which each sample belongs, 0..n-1, in any order, ``[N]``.
             n: number of clients.
 
         Returns:
@@ -96,7 +96,7 @@ class TaskKind(Value):
 class Classification(TaskKind):
     """Classification into C classes. The loss is the cross-entropy of the softmax, in nats.
 
-    Metrics: ``loss``. ``accuracy`` is in [0, 1]. ``macro_f1`` is the mean F1 over those classes that occur among the
+    Metrics: ``loss``. ``accuracy`` is in [0, 1]. ``macro_f1`` is the mean F1 over the classes that occur among the
     client's targets.
     """
 
@@ -109,7 +109,7 @@ class Classification(TaskKind):
 
     @property
     def outputs(self) -> int:
-        """Number of classes, because there is one logit per class."""
+        """Number of classes, because there is one logit for each class."""
         return self.classes
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -149,9 +149,9 @@ class Classification(TaskKind):
 class Binary(TaskKind):
     """Binary classification with a single logit z. The loss is the logistic loss, in nats.
 
-    Metrics: ``loss``. ``accuracy`` and ``f1`` are those of the rule z > 0 (F1 is NaN if there is no positive target and
-    no positive prediction). ``auroc`` and ``auprc`` are computed from z. ``calibration_error`` is the mean over samples
-    of |fraction of positives - mean probability| in their bin.
+    Metrics: ``loss``. ``accuracy`` and ``f1`` are computed by the rule z > 0 (F1 is NaN if there is no positive target
+    and no positive prediction). ``auroc`` and ``auprc`` are computed from z. ``calibration_error`` is the mean over
+    samples of |fraction of positives - mean probability| in their bin.
     """
 
     further: ClassVar[tuple[str, ...]] = (
@@ -179,7 +179,7 @@ class Binary(TaskKind):
         return torch.cat([1 - yes, yes], -1)
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return 1 if the logit is positive, else 0."""
+        """Return 1 if the logit is positive, and 0 otherwise."""
         return (output.squeeze(-1) > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ class MultiLabel(TaskKind):
         return torch.where(y < 0, 0.0, output.sigmoid() - y.to(output.dtype)) / self.outputs
 
     def predict(self, output: Tensor) -> Tensor:
-        """Return 1 for each label whose logit is positive, else 0, ``[..., b, k]``."""
+        """Return 1 for each label whose logit is positive, and 0 otherwise, ``[..., b, k]``."""
         return (output > 0).long()
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
@@ -253,8 +253,8 @@ class Regression(TaskKind):
 
     The loss is the mean squared error over the k outputs (without a factor 1/2).
 
-    Metrics: ``loss``. ``mae`` and ``rmse`` are taken over samples and outputs. ``r2`` is the mean over outputs of 1 -
-    SSE / SST, where SST is the sum of squares around the client's own mean.
+    Metrics: ``loss``. ``mae`` and ``rmse`` are computed over all samples and outputs. ``r2`` is the mean over outputs
+    of 1 - SSE / SST, where SST is the sum of squares around the client's own mean.
     """
 
     outputs: int = Field(1, ge=1, description="number k of real-valued targets")
@@ -302,7 +302,7 @@ class Count(TaskKind):
         return 1
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return the negative Poisson log-likelihood exp(z) - y z, in which the constant log y! is left out."""
+        """Return the negative Poisson log-likelihood exp(z) - y z, which omits the constant log y!."""
         return (output.exp() - y.to(output.dtype) * output).squeeze(-1)
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Objective: loss, class weights and metrics that a user chooses in addition to the task that the data declare."""
+"""Objective: loss, class weights and metrics that a user specifies in addition to the task that the data declare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.values import Value
 
 
 def _metric(choice: object) -> str | Function:
-    """Check a metric, which is a name in `fedloom.metrics.METRICS` or a function written by a user."""
+    """Check a metric, which is a name in `fedloom.metrics.METRICS` or a user-defined function."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
             raise unknown("metric", choice, METRICS)
@@ -74,17 +74,18 @@ class Objective(Value):
     """Training loss and metrics that differ from the defaults for the kind of target.
 
     A custom loss receives the outputs ``[b, k]`` of a batch and its targets. The targets are ``[b]``, or ``[b, k]`` for
-    a regression. For sequences with a label per position, only labeled positions are passed. The loss returns a single
-    number, which is the mean over the batch. Its gradient is computed by autograd. A custom metric receives outputs and
-    targets for all samples of one client (float64, on the CPU). The metric returns a single number, or NaN if it is
-    undefined. Larger values are regarded as better unless the function sets ``higher_is_better = False``.
+    a regression. For sequences with a label per position, only positions with a label are passed. The loss returns a
+    single number, which is the mean over the batch. Its gradient is computed by autograd. A custom metric receives
+    outputs and targets for all samples of one client (float64, on the CPU). The metric returns a single number, or NaN
+    if the metric is undefined. Larger values are considered better unless the function sets ``higher_is_better =
+    False``.
 
-    Class weights are used only in training, and evaluations ignore them. With "balanced", class c at a client has the
+    Class weights are used only in training, and are ignored in evaluation. With "balanced", class c at a client has the
     weight n / (C n_c), where n is the number of the client's training samples, n_c is the number of these samples in
-    class c, and C is the number of classes that the client has. Clients do not send their class counts, so a deployment
-    trains exactly as a simulation does. In a multilabel task, every label is weighted separately: "balanced" treats the
-    samples with the label and the samples without it as two classes, and a list or table contains one number per label,
-    by which the loss of a present label is multiplied (``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``).
+    class c, and C is the number of classes that the client has. Clients do not send their class counts, so that a
+    deployment trains exactly as a simulation does. In a multilabel task, every label is weighted separately: "balanced"
+    treats the samples with the label and the samples without it as two classes, and a list or table contains one number
+    per label, by which the loss of a present label is multiplied (``pos_weight`` of ``torch.nn.BCEWithLogitsLoss``).
     """
 
     loss: OwnFunction = Field(None, description="custom loss: its import path, or the function")
@@ -109,7 +110,7 @@ class Objective(Value):
 
     @property
     def line_part(self) -> Literal["train", "validation"] | None:
-        """Part of a client's samples to which the slope and intercept of `line` are fitted.
+        """Part of a client's samples on which the slope and intercept of `line` are fitted.
 
         None if outputs are not recalibrated.
         """
@@ -137,7 +138,7 @@ class Objective(Value):
 
     @property
     def functions(self) -> list[Function]:
-        """Functions in the objective that were written by a user."""
+        """User-defined functions in the objective."""
         return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
 
     @property

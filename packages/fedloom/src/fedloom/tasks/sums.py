@@ -1,9 +1,9 @@
 """Sums over samples from which metrics can be computed.
 
-Adding the sums of several sites gives the sums over all their samples.
+The sums of several sites add up to the sums over all of their samples.
 
-In this module, N is the number of samples, C of classes, k of outputs and S of sums. Metrics that rank all samples,
-such as AUROC, cannot be computed from sums.
+In this module, N is the number of samples, C is the number of classes, k is the number of outputs, and S is the number
+of sums. Metrics that rank all samples, such as AUROC, cannot be computed from sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS,
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
 MIN_TARGET_SPREAD = 1e-12
-"""Fraction of a target's sum of squares. A spread below this fraction is regarded as a rounding error of a constant
+"""Fraction of a target's sum of squares. A spread below this fraction is considered a rounding error of a constant
 target."""
 
 
@@ -30,7 +30,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
     Args:
         task: task of the run.
         output: finite outputs ``[N, k]``.
-        y: targets of these outputs, ``[N]`` (numbers ``[N, k]``).
+        y: targets of these outputs, ``[N]`` (for numbers ``[N, k]``).
     """
     base, z, count = base_of(task), wide(output), torch.tensor([float(len(y))], dtype=torch.float64)
     if isinstance(base, Classification | Binary):
@@ -63,7 +63,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
 
 
 def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
-    """Compute metrics from sums ``[S]``, keyed by the names that the task uses. Return {} if there are no samples."""
+    """Compute metrics from sums ``[S]``, keyed by the names that the task uses. If there are no samples, return {}."""
     base, (size, *rest) = base_of(task), sums.split([1, len(sums) - 1])
     if not float(size):
         return {}
@@ -92,7 +92,7 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
 
 
 def base_of(task: Task) -> Task:
-    """Return the task that the data set declares, without the user's choices."""
+    """Return the task that the data set declares, without the choices of the user."""
     return task.base if isinstance(task, Chosen) else task
 
 

@@ -7,8 +7,8 @@ References:
     Partial likelihood: D. R. Cox, JRSS B 1972. Ties by B. Efron, JASA 1977. Networks: J. L. Katzman et al., "DeepSurv",
     BMC Med. Res. Methodol. 2018. Risk sets of a batch: H. Kvamme et al., "Time-to-event prediction with neural networks
     and Cox regression", JMLR 2019, Section 3.2. Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan
-    and P. Meier, JASA 1958. C-index: F. E. Harrell et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf
-    et al., Stat. Med. 1999.
+    and P. Meier, JASA 1958. C-index: F. E. Harrell et al., JAMA 1982. Brier score with inverse censoring weights: E.
+    Graf et al., Stat. Med. 1999.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Survival(TaskKind):
     Metrics: ``loss`` is the negative log partial likelihood divided by the number of rows (Efron's method for ties).
     ``c_index`` is Harrell's C-index in [0, 1], which is the fraction of comparable pairs in which the row with the
     earlier event has the higher risk. With a horizon, z is the log of the cumulative hazard at the horizon
-    (`baseline`), and there are three more metrics. ``brier`` is the Brier score in [0, 1] with inverse censoring
+    (`baseline`), and there are three additional metrics. ``brier`` is the Brier score in [0, 1] with inverse censoring
     weights. ``calibration_error`` is the mean of |observed - expected| fraction of events by the horizon, over up to
     `MAX_RISK_GROUPS` groups of increasing risk. ``observed_expected`` is the ratio of the two fractions over all rows.
     Observed fractions are Kaplan-Meier estimates.
@@ -62,11 +62,11 @@ class Survival(TaskKind):
 
     @property
     def own_loss(self) -> OwnLoss:
-        """Partial likelihood as a loss, because it is defined for a batch and not for a single row."""
+        """Partial likelihood as a loss: it is defined for a batch rather than for a single row."""
         return partial_loss
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return for each row the loss of all rows together, so that the mean over rows is the loss of the batch."""
+        """Return, for each row, the loss of all rows together, so that the mean over rows is the loss of the batch."""
         return partial_loss(output, y).expand(len(y))
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Survival(TaskKind):
         return output
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
-        """Return loss and C-index.
+        """Return the loss and the C-index.
 
         With a horizon, also return the Brier score and measures of calibration (see `Task.metrics`).
         """
@@ -105,7 +105,7 @@ class Survival(TaskKind):
 
 
 class SurvivalRows(NamedTuple):
-    """Rows of one client: scores ``z [N]``, which are higher for earlier events, ``time [N]`` and ``event [N]``."""
+    """Rows of one client: scores ``z [N]``, where higher scores mean earlier events, ``time [N]`` and ``event [N]``."""
 
     z: Floats
     time: Floats
@@ -138,8 +138,8 @@ class _AtRisk(NamedTuple):
     """Rows by decreasing time: ``order [b]``, log hazards ``z``, events, and ``tie``, the index of the tied group.
 
     For each of the e events, ``place`` ``[e]`` is the index of its group, ``share`` is the share of the group's events
-    that Efron's method removes, and ``hazards`` is the log of the sum of the hazards at risk. ``at_risk`` is this log
-    for each group before a share is removed.
+    that Efron's method removes, and ``hazards`` is the log of the sum of the hazards at risk. ``at_risk`` is this
+    logarithm for each group before a share is removed.
     """
 
     order: Tensor
@@ -173,13 +173,13 @@ def _sum_hazards(output: Tensor, y: Tensor) -> _AtRisk | None:
 def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
     """Return slope 1 and baseline ``[n, 2]``, which convert log hazards to log cumulative hazards at the horizon.
 
-    The baseline is Breslow's estimate at each client. If a client has no event by the horizon, half an event is
+    The baseline is Breslow's estimate at each client. If a client has no event before the horizon, half an event is
     distributed over all of its rows at risk.
 
     Args:
         output: log hazards ``[N, 1]`` of the training samples of all clients.
         y: times and events ``[N, 2]`` of these samples.
-        owner: client that each sample belongs to ``[N]``.
+        owner: client to which each sample belongs ``[N]``.
         n: number of clients.
         horizon: time by which events are predicted.
     """
@@ -194,7 +194,7 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
 
 
 def concordance(rows: SurvivalRows) -> float:
-    """Return Harrell's C-index. The result is NaN if no pair is comparable.
+    """Return Harrell's C-index. If no pair is comparable, the result is NaN.
 
     A pair of rows is comparable if one row has an event before the other row's time, or if both times are equal and the
     other row is censored. A pair with equal scores contributes one half.
@@ -210,7 +210,7 @@ def concordance(rows: SurvivalRows) -> float:
 
 
 def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = False) -> Floats:
-    """Return the Kaplan-Meier fraction without an event up to times ``at [k]``, or with ``before`` just before them."""
+    """Return the Kaplan-Meier fraction without an event up to times ``at [k]``, or just before them with ``before``."""
     times, inverse = np.unique(time, return_inverse=True)
     counts = np.bincount(inverse)
     at_risk = counts[::-1].cumsum()[::-1]
@@ -223,7 +223,7 @@ def brier(risk: SurvivalRows, horizon: float) -> float:
 
     The weights are computed from the censoring at the client itself.
 
-    The result is NaN if no row is observed beyond the horizon.
+    If no row is observed beyond the horizon, the result is NaN.
     """
     came, past = (risk.time <= horizon) & (risk.event > 0), risk.time > horizon
     free = survival_curve(risk.time, 1 - risk.event, np.where(came, risk.time, horizon), before=True)
@@ -237,7 +237,7 @@ def brier(risk: SurvivalRows, horizon: float) -> float:
 def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]:
     """Return the calibration error, and the ratio of observed to expected events by the horizon.
 
-    Both are NaN if no row is observed until the horizon.
+    If no row is observed until the horizon, both are NaN.
     """
     if risk.time.max() < horizon:
         return float("nan"), float("nan")

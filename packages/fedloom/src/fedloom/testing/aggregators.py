@@ -24,7 +24,7 @@ rows."""
 
 
 class LawCohort(NamedTuple):
-    """Context that the aggregator receives (see `fedloom.aggregators.Cohort`)."""
+    """Context that is passed to the aggregator (see `fedloom.aggregators.Cohort`)."""
 
     ids: Tensor
 
@@ -56,7 +56,7 @@ class LawUploads(NamedTuple):
         return self.rule.apply(state, self.rows, self.weights, next(iter(UPLOAD_WIDTHS)), ctx)
 
     def but(self, **changes: Any) -> LawUploads:
-        """Return the same input with some fields replaced."""
+        """Return the same input after replacing some fields."""
         return self._replace(**changes)
 
 
@@ -66,7 +66,7 @@ def _runs(s: LawUploads) -> None:
 
 
 def _shapes(s: LawUploads) -> None:
-    """Check that aggregates are one finite vector per field, in the rows' dtype, and states are dicts of tensors."""
+    """Check that aggregates are one finite vector per field in the rows' dtype, and states are dicts of tensors."""
     for dtype in (torch.float64, torch.float32):
         uploads = LawUploads.create(s.rule, len(s.ids), dtype)
         got: Any = uploads.combined()
@@ -118,16 +118,16 @@ def resume(s: LawUploads) -> None:
 
 
 def permutation(s: LawUploads) -> None:
-    """Check that the order of the clients does not affect the result."""
+    """Check that the result does not depend on the order of the clients."""
     order = torch.randperm(len(s.ids), generator=generator(0, purpose="order"))
     other = s.but(rows={n: r[order] for n, r in s.rows.items()}, weights=s.weights[order], ids=s.ids[order])
     agree(other.combined()[0], s.combined()[0], "clients in another order", TIGHT_TOLERANCE)
 
 
 def weighted(s: LawUploads) -> None:
-    """Check that an aggregator that is `weighted` gives the same result if all weights are multiplied by a factor.
+    """Check that a `weighted` aggregator gives the same result if all weights are multiplied by the same factor.
 
-    An aggregator that is not `weighted` must not use the weights.
+    If an aggregator is not `weighted`, it must not use the weights.
     """
     change = 3 * s.weights if s.rule.weighted else s.weights.flip(0) + 1
     sentence = "weights three times as large" if s.rule.weighted else "other weights, although weighted is False"
@@ -135,7 +135,7 @@ def weighted(s: LawUploads) -> None:
 
 
 def agreement(s: LawUploads) -> None:
-    """Check that the aggregate equals the rows of the clients if all clients send equal rows."""
+    """Check that if all clients send the same row, the aggregate equals this row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.but(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "what all clients sent", TIGHT_TOLERANCE)
 
@@ -181,7 +181,7 @@ AGGREGATOR_LAWS: dict[Callable[[Any], None], str] = {
     precision: "take dtypes from the rows: torch.zeros_like(rows[primary]), weights.to(rows[primary].dtype)",
     small_cohorts: "let require(m) raise fl.errors.ConfigError for the m rows that are too few",
 }
-"""All laws of an aggregator, each with advice on how a violation is usually repaired."""
+"""All laws of an aggregator, each with advice on how a violation is usually fixed."""
 
 
 @default_to_cpu()
@@ -194,17 +194,17 @@ def check_aggregator(aggregator: Aggregator, without: Collection[str] = ()) -> N
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the aggregator, the problem and the
-            usual repair. If the aggregator's code raised an error, the message contains the function, the error, the
-            file and the line.
+            usual fix. If the aggregator's code raised an error, the message contains the function, the error, the file
+            and the line.
         ConfigError: the value is not an aggregator, it does not accept any cohort of up to 30 rows, or a name in
-            ``without`` is not a law.
+            ``without`` is not the name of a law.
     """
     check_arguments(aggregator, Aggregator, "fl.aggregators.Median()", AGGREGATOR_LAWS, without)
     hold(AGGREGATOR_LAWS, LawUploads.create(aggregator, _enough(aggregator)), aggregator, Aggregator, without)
 
 
 def _reload_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert a state to the bytes of a checkpoint and back."""
+    """Convert a state to the bytes of a checkpoint, and then back."""
     return dict(zip(state, reload_from_checkpoint(tuple(state.values())), strict=True))
 
 

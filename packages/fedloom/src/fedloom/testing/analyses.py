@@ -33,11 +33,11 @@ from fedloom.testing.report import check_arguments, generators_untouched, hold
 from fedloom.testing.scene import demand
 
 SUM_TOLERANCE = 1e-9
-"""Tolerated relative difference between float64 sums that are computed in different orders."""
+"""Maximum relative difference between float64 sums that are computed in different orders."""
 
 
 class Killed(Exception):
-    """Error that stands for a process that is killed between two sums."""
+    """Error that represents a process that is killed between two sums."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +79,13 @@ class AnalysisScene:
         return answer_question(self.analysis, question, client, terms, bounds, "a client")
 
     def answers(self, clients: Sequence[ClientRows]) -> Iterator[tuple[Question, list[Tensor | None]]]:
-        """Yield each question with the answers that the clients compute, before bounds are applied."""
+        """Yield each question together with the answers that the clients compute, before bounds are applied."""
         for question, _, _ in self.log:
             yield question, [self.analysis.answer(question, client, self.terms) for client in clients]
 
 
 def finishes(s: AnalysisScene) -> None:
-    """Check that the analysis ends with a table and asks at most the agreed number of questions."""
+    """Check that the analysis ends with a table and asks no more than the agreed number of questions."""
     demand(s.log, "the analysis asks nothing")
     demand(hasattr(s.table, "column_names"), f"result must return a pyarrow table, got {type(s.table).__name__}")
 
@@ -100,7 +100,7 @@ def union(s: AnalysisScene) -> None:
 
 
 def rows_in_any_order(s: AnalysisScene) -> None:
-    """Check that the order of a client's rows changes the answer by rounding errors at most."""
+    """Check that if the order of a client's rows is changed, the answer changes at most by rounding errors."""
     client = s.clients[0]
     order = torch.randperm(len(client), generator=generator(0, purpose="laws of analyses"))
     for question, (one, two) in s.answers([client, client.select(order)]):
@@ -145,7 +145,7 @@ def within_bounds(s: AnalysisScene) -> None:
 
 
 def pure(s: AnalysisScene) -> None:
-    """Check that an answer is repeatable, changes no argument and does not use a global generator."""
+    """Check that an answer is repeatable, does not change any argument and does not use a global generator."""
     for client in s.clients:
         before = (client.x.clone(), client.y.clone())
         with generators_untouched():
@@ -201,7 +201,7 @@ ANALYSIS_LAWS: dict[Callable[[Any], None], str] = {
     resumes: "keep all that a question needs in the state, and compute it from the totals alone",
     few_stay_silent: "leave least counts of clients to the runner",
 }
-"""All laws of an analysis that is computed from sums, each with advice on how a violation is usually repaired."""
+"""All laws of an analysis that is computed from sums, each with advice on how a violation is usually fixed."""
 
 
 @default_to_cpu()
@@ -218,9 +218,9 @@ def check_analysis(
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the analysis, the problem and the usual
-            repair.
+            fix.
         ConfigError: the value is not an analysis that is computed from sums, there are fewer than two clients, or a
-            name in ``without`` is not a law.
+            name in ``without`` is not the name of a law.
     """
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
     schema, rows, _ = clients_of(clients, analysis)
@@ -233,7 +233,7 @@ def check_analysis(
 
 
 def join_clients(first: ClientRows, second: ClientRows) -> ClientRows:
-    """Return the rows of two clients as if they belonged to one client."""
+    """Return the rows of two clients as if they all belonged to a single client."""
     cut = len(first)
 
     def fetch(rows: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class AttackScene(NamedTuple):
 
     @classmethod
     def create(cls, attack: Attack, h: int = 7, b: int = 3, dtype: torch.dtype = torch.float64) -> AttackScene:
-        """Return an input with h honest clients and b attackers, all of which received the same model."""
+        """Return an input with h honest clients and b attackers, all of whom received the same model."""
         g = generator(0, purpose="laws of attacks")
         base = torch.randn(1, ROW_WIDTH, generator=g, dtype=torch.float64)
         trained = base + torch.randn(h + b, ROW_WIDTH, generator=g, dtype=torch.float64)
@@ -54,7 +54,7 @@ class AttackScene(NamedTuple):
         return activations, torch.isin(ids, attackers), self.attack.disguised(activations, ids, attackers)
 
     def stamped(self) -> tuple[Tensor, Tensor]:
-        """Return images, or rows of a table if the attack names columns, and the same samples with the trigger."""
+        """Return images (or rows of a table, if the attack names columns), and the same samples with the trigger."""
         assert isinstance(self.attack, Backdoor)
         columns, g = self.attack.columns, generator(0, purpose="laws of attacks")
         names = {name: (value,) if isinstance(value, str) else () for name, value in columns.items()}
@@ -64,7 +64,7 @@ class AttackScene(NamedTuple):
         return x, got
 
     def results(self) -> tuple[Tensor, ...]:
-        """Return everything that the attack computes on this input."""
+        """Return all results that the attack computes on this input."""
         forged = (self.forged(), self.forged(informed=False)) if isinstance(self.attack, Forgery) else ()
         poisoned = self.poisoned()[1:] if isinstance(self.attack, Poison) else ()
         stamped = self.stamped()[1:] if isinstance(self.attack, Backdoor) else ()
@@ -158,7 +158,7 @@ ATTACK_LAWS: dict[Callable[[Any], None], str] = {
     repeatable: "draw from the generators that are given, one per attacker, and keep nothing on self",
     knowledge: "set sees_honest: ClassVar[bool] = True if the attack reads honest, and trains if it reads benign",
 }
-"""All laws of an attack, each with advice on how a violation is usually repaired."""
+"""All laws of an attack, each with advice on how a violation is usually fixed."""
 
 
 @default_to_cpu()
@@ -171,7 +171,7 @@ def check_attack(attack: Attack, without: Collection[str] = ()) -> None:
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the attack, the problem and the usual
-            repair. If the attack's code raised an error, the message contains the function, the error, the file and the
+            fix. If the attack's code raised an error, the message contains the function, the error, the file and the
             line.
         ConfigError: the value is not an attack, or a name in ``without`` is not a law.
     """

@@ -43,7 +43,7 @@ def runs(s: Subject) -> None:
 
 
 def declarations(s: Subject) -> None:
-    """Check that one field contains the model, bases and parts exist, and the server stores the declared fields."""
+    """Check that one field contains the model, that bases and parts exist, and that declared fields are stored."""
     problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
@@ -141,7 +141,7 @@ def bases(s: Subject) -> None:
 
 
 def parts(s: Subject) -> None:
-    """Check that the server does not use coordinates outside a field's part, because these are not sent."""
+    """Check that the server does not use coordinates outside a field's part, because these coordinates are not sent."""
     scene = Scene(s)
     up = scene.aggregate(s.algorithm.client(scene.down, scene.rows, scene.work())[0])
     want = s.algorithm.server(scene.state.server, up, scene.ctx())
@@ -203,7 +203,7 @@ def encoding(s: Subject) -> None:
 
 
 def translation(s: Subject) -> None:
-    """Check that models and absolute messages move with the origin of the parameter space.
+    """Check that models and absolute messages move together with the origin of the parameter space.
 
     Differences, duals and control variates must not change.
     """

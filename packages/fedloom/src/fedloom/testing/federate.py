@@ -1,6 +1,6 @@
-"""Reference implementation of a run, written as simply as possible.
+"""Reference implementation of a run, which is written as simply as possible.
 
-The engine is compared with this implementation, and the laws are checked on it.
+The engine is compared with this implementation, and laws are checked on it.
 
 A run has one list of clients per round. If requested, each client is called separately. Sums are computed in Python,
 and there are no chunks, stores or files.
@@ -67,7 +67,7 @@ class ReferenceFederation(NamedTuple):
         return len(self.weight)
 
     def ctx(self, round: int, ids: Sequence[int]) -> Ctx:
-        """Return the context of a round with the cohort ``ids``, which is what the server knows."""
+        """Return the context of a round with the cohort ``ids``, which contains what the server knows."""
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
         return Ctx(
@@ -91,7 +91,7 @@ class ReferenceFederation(NamedTuple):
 
 
 def mixed(algorithm: Algorithm, kept: object, ids: Sequence[int]) -> Any:
-    """Return the stored rows that a download mixes: those of the cohort or of all clients, or None without mixing."""
+    """Return the stored rows that a download mixes (of the cohort or of all clients), or None without mixing."""
     if not algorithm.mixes:
         return None
     return kept if algorithm.mixes_all else picked(kept, ids)
@@ -126,9 +126,9 @@ def play(
         fed: federation that defines the local problems.
         state: state before the round. This state is not changed.
         cohort: ids of the clients that train.
-        dropped: ids of those clients in the cohort whose uploads are lost.
+        dropped: ids of the clients in the cohort whose uploads are lost.
         weigher: weigher, or None to weight clients by their shares.
-        alone: True to call each client separately, as in a deployment, False to call the whole cohort at once.
+        alone: True to call each client separately, as in a deployment. False to call the whole cohort at once.
     """
     algorithm = algorithm.derive_options(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
@@ -256,7 +256,7 @@ def _entry(schedule: Schedule, round: int) -> Collection[int]:
 
 
 def _replace_rows(tree: Any, ids: Sequence[int], rows: Sequence[Any]) -> Any:
-    """Return a copy of ``tree`` with new rows at ``ids``. All other rows stay unchanged."""
+    """Return a copy of ``tree`` with new rows at ``ids``. All other rows remain unchanged."""
     if isinstance(tree, Tensor):
         new = tree.clone()
         for i, row in zip(ids, rows, strict=True):

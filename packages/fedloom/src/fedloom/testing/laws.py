@@ -66,7 +66,7 @@ def row_independence(s: Subject) -> None:
 
 
 def permutation(s: Subject) -> None:
-    """Check that permuting the cohort permutes the rows and does not change the server's state."""
+    """Check that if the cohort is permuted, the rows are permuted and the server's state does not change."""
     scene, order = Scene(s, ids=(0, 2, 3, 4)), [2, 0, 3, 1]  # no rotation, and not its own inverse
     ids = [scene.ids[k] for k in order]
 
@@ -81,7 +81,7 @@ def permutation(s: Subject) -> None:
 
 
 def arguments_unmodified(s: Subject) -> None:
-    """Check that no function changes its arguments or the rows of clients that do not participate."""
+    """Check that no function changes its arguments, or the rows of clients that do not participate."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
     kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
@@ -184,7 +184,7 @@ def precision(s: Subject) -> None:
 
 
 def resume(s: Subject) -> None:
-    """Check that a run that resumes from a checkpoint ends bitwise like an uninterrupted run."""
+    """Check that a run that resumes from a checkpoint ends with bitwise the same result as an uninterrupted run."""
     rounds = [*COHORT_HISTORY, SCENE_COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
@@ -201,7 +201,7 @@ METHOD_LAWS: dict[str, Callable[[Subject], None]] = {
         precision, resume,
     )
 }  # fmt: skip
-"""All laws of algorithms by name."""
+"""All laws of algorithms, keyed by name."""
 
 
 LAW_HINTS = {
@@ -225,11 +225,11 @@ LAW_HINTS = {
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "put all that a round needs from the one before into rows or the server's state",
 }
-"""Usual repair for each law that may be violated. The text ends the message of the law."""
+"""Usual fix for each law that may be violated. The text forms the end of the law's message."""
 
 
 LAYOUT_HINT = "a method that names layers is checked with layout=, the module that has them"
-"""Usual repair for errors that are caused by the problems on which laws are checked."""
+"""Usual fix for errors that are caused by the problems on which laws are checked."""
 
 
 @default_to_cpu()
@@ -245,8 +245,9 @@ def check_law(
 
     Args:
         law: name of a law in `METHOD_LAWS`.
-        algorithm: a method, or the combination of parts that a preset stands for.
-        weigher: weigher that is used in the runs. If None, the method's own weigher is used, or the clients' shares.
+        algorithm: a method, or the combination of parts for which a preset stands.
+        weigher: weigher that is used in the runs. If None, the method's own weigher is used or, if it has none, the
+            clients' shares.
         layout: names and shapes of the parameters of the quadratics.
         on: network on which the law is checked instead of the quadratics.
 
@@ -275,22 +276,22 @@ def check_algorithm(
     layout: Layout | nn.Module | None = None,
     shape: Sequence[int] | None = None,
 ) -> None:
-    """Check that a method satisfies all laws, on quadratics and on a small network.
+    """Check that a method satisfies all laws, both on quadratics and on a small network.
 
     Args:
         algorithm: the method.
         weigher: weigher that is used in the runs. If None, clients are weighted by their shares.
-        without: names of laws that the method violates on purpose. ``translation`` is never checked for composite
+        without: names of the laws that the method violates on purpose. ``translation`` is never checked for composite
             methods, because their regularizer depends on the origin.
         layout: names and shapes of the parameters, or a module, for a method that needs certain layers. If ``shape`` is
-            given, the module is also the network on which laws are checked. Otherwise, laws are checked only on
+            given, the module is also used as the network on which laws are checked. Otherwise, laws are checked only on
             quadratics.
         shape: shape of one sample that the module accepts. The module must have at least two outputs per sample, one
             for each class.
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the method, the difference and the
-            usual repair. If the method's code raised an error, the message contains the function (client, server, ...),
+            usual fix. If the method's code raised an error, the message contains the function (client, server, ...),
             the error, the file and the line.
         ConfigError: the value is not a method, the module rejects samples of this shape, or ``shape`` is given without
             a module.
@@ -313,7 +314,8 @@ def check_network(
 ) -> None:
     """Check that a method satisfies the laws on a network.
 
-    ``translation`` is not checked, because the function of a network depends on the origin of its parameters.
+    ``translation`` is not checked, because the function that a network computes depends on the origin of its
+    parameters.
     """
     for law in laws_of(algorithm, {*without, "translation"}):
         check_law(law, algorithm, weigher, on=network)
@@ -323,8 +325,8 @@ def laws_of(algorithm: Algorithm | PresetMethod, without: Collection[str] = ()) 
     """Return the names of the laws in `METHOD_LAWS` that apply to a method.
 
     Args:
-        algorithm: a method, or the combination of parts that a preset stands for.
-        without: names of laws to leave out.
+        algorithm: a method, or the combination of parts for which a preset stands.
+        without: names of laws to omit.
     """
     method = algorithm.algorithm if isinstance(algorithm, PresetMethod) else algorithm
     left_out = {*without, *(("translation",) if method.family == "composite" else ())}

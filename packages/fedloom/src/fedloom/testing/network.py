@@ -26,12 +26,12 @@ INPUT_SHAPE, CLASS_COUNT = (4,), 3
 
 @dataclass(frozen=True)
 class Classifier:
-    """Federation with a classification network, on which laws are checked instead of on a `fedloom.testing.Problem`.
+    """Federation with a classification network, on which laws are checked instead of a `fedloom.testing.Problem`.
 
     Attributes:
-        module: the network. The network's parameters are the initial model.
-        x: features ``[N, *shape]``. The samples of a client are stored consecutively, and `CLIENT_SIZES` are their
-            numbers.
+        module: the network. The initial model consists of the network's parameters.
+        x: features ``[N, *shape]``. The samples of each client are stored consecutively, and their numbers are given by
+            `CLIENT_SIZES`.
         y: classes ``[N]``.
         classes: number of classes.
         dtype: float64 or float32.
@@ -102,7 +102,7 @@ class Classifier:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that a method must leave unchanged."""
+        """Tensors that a method must not change."""
         return self.x, self.y, self.x0
 
     def to(self, dtype: torch.dtype) -> Classifier:
@@ -118,7 +118,7 @@ class Classifier:
         return replace(self, module=module)
 
     def altered(self, client: int) -> Classifier:
-        """Return the same problem with different samples at one client."""
+        """Return the same problem, but with different samples at one client."""
         x, end = self.x.clone(), sum(CLIENT_SIZES[: client + 1])
         x[end - CLIENT_SIZES[client] : end] += 10
         return replace(self, x=x)

@@ -1,4 +1,4 @@
-"""Laws of partitions, which state what a draw may contain and which samples are used to prepare a client's samples."""
+"""Laws of partitions, which state what a draw may contain and which samples prepare a client's samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Case:
 
     @classmethod
     def create(cls, partition: Partition, data: Dataset) -> Case:
-        """Return a case whose data set may be changed by the partition."""
+        """Return a case whose data set the partition may change."""
         return cls(partition, replace(data, x=data.x.clone(), y=data.y.clone()), data)
 
     @cached_property
@@ -47,7 +47,7 @@ class Case:
 
     @cached_property
     def drawn(self) -> Draw:
-        """Draw of the partition from this pool."""
+        """Result of the partition's draw from this pool."""
         return self.partition.draw(self.pool, PARTITION_SEED)
 
     @cached_property
@@ -134,7 +134,7 @@ def seeded(s: Case) -> None:
 
 
 def _arguments_unmodified(s: Case) -> None:
-    """Check that drawing does not change the pool or the data set."""
+    """Check that a draw does not change the pool or the data set."""
     data = replace(s.data, x=s.data.x.clone(), y=s.data.y.clone())
     pool = Pool(data, s.pool.index.copy(), None if s.pool.y is None else s.pool.y.copy())
     s.partition.draw(pool, PARTITION_SEED)
@@ -148,7 +148,7 @@ def _arguments_unmodified(s: Case) -> None:
 
 
 def prepared(s: Case) -> None:
-    """Check that every sample of a part exists, and that it is prepared with the training part of its client."""
+    """Check that every sample in a part exists, and that it is prepared with the training part of its client."""
     for part in DATA_PARTS:
         index = s.fed.parts[part].index
         x = s.fed.fetch(index)
@@ -178,12 +178,12 @@ PARTITION_LAWS: dict[Callable[[Any], None], str] = {
     _arguments_unmodified: "copy before an in-place operation",
     prepared: "deal the samples of a test part to their clients in Draw.test, so that each is scaled as its client is",
 }
-"""All laws of a partition, each with advice on how a violation is usually repaired."""
+"""All laws of a partition, each with advice on how a violation is usually fixed."""
 
 
 @default_to_cpu()
 def check_partition(partition: Partition, data: object = None, without: Collection[str] = ()) -> None:
-    """Check that a partition satisfies all laws, on a table and on images with an official test set.
+    """Check that a partition satisfies all laws, both on a table and on images with an official test set.
 
     Args:
         partition: the partition.
@@ -194,9 +194,10 @@ def check_partition(partition: Partition, data: object = None, without: Collecti
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the partition, the problem and the
-            usual repair. If the partition's code raised an error, the message contains the function, the error, the
-            file and the line.
-        ConfigError: the value is not a partition, it rejects every data set, or a name in ``without`` is not a law.
+            usual fix. If the partition's code raised an error, the message contains the function, the error, the file
+            and the line.
+        ConfigError: the value is not a partition, it rejects every data set, or a name in ``without`` is not the name
+            of a law.
     """
     check_arguments(partition, Partition, "fl.partitions.iid(clients=10)", PARTITION_LAWS, without)
     cases = _data() if data is None else {"the data": Dataset.create(data)}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedloom.local.oracles.base import Oracle
 
 TOY_LAYOUT = Layout.create_from_shapes({"body.weight": (2, 2), "head.weight": (1, 2), "head.bias": (1,)})
-"""Layout of seven scalars in three named blocks, so that masks for a body or a head are meaningful."""
+"""Layout of seven scalars in three named blocks, so that masks for a body or a head make sense."""
 
 Penalty = Literal["l1", "nuclear"]
 
@@ -42,7 +42,7 @@ class Problem:
         hessian: matrices A_i, as ``[n, d, d]``.
         minimiser: minimizers c_i, as ``[n, d]``.
         sizes: simulated numbers of training samples ``[n]``.
-        alpha: clients' shares ``[n, 1]``, whose sum is 1.
+        alpha: clients' shares ``[n, 1]``, which add up to 1.
         x0: initial model ``[d]``.
         layout: names and shapes of the parameters.
     """
@@ -65,13 +65,15 @@ class Problem:
         same_curvature: bool = False,
         dtype: torch.dtype = torch.float64,
     ) -> Problem:
-        """Return a random problem. The eigenvalues of A_i are in [0.5, 2], and all minimizers differ and are not zero.
+        """Return a random problem.
+
+        The eigenvalues of A_i are in [0.5, 2], and all minimizers differ from each other and are nonzero.
 
         Args:
             seed: number from which the problem is drawn.
             n: number of clients.
             layout: layout whose number of parameters d is the dimension of the problem.
-            weights: whether shares are uniform or proportional to samples.
+            weights: whether shares are uniform or proportional to the numbers of samples.
             same_curvature: True to make every A_i the same multiple of the identity.
             dtype: float64 or float32.
         """
@@ -101,7 +103,7 @@ class Problem:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that a method must leave unchanged."""
+        """Tensors that a method must not change."""
         return self.x0, self.minimiser
 
     def altered(self, client: int) -> Problem:
@@ -116,7 +118,7 @@ class Problem:
         return replace(self, **{name: getattr(self, name).to(dtype) for name in fields})
 
     def shift(self, t: Tensor) -> Problem:
-        """Return the problem with minimizers and initial model moved by t ``[d]``, which only changes the origin."""
+        """Return the problem with minimizers and initial model shifted by t ``[d]``, which changes only the origin."""
         return replace(self, minimiser=self.minimiser + t, x0=self.x0 + t)
 
     def pooled(self) -> Problem:
@@ -175,7 +177,7 @@ class Problem:
         Args:
             steps: number of steps of each client ``[n, 1]``.
             lr: step size.
-            mu: strength of the pull to x, as in FedProx.
+            mu: strength of the pull toward x, as in FedProx.
             share: weights ``[n, 1]`` of the clients in the mean. If None, alpha is used.
         """
         share = self.alpha if share is None else share
@@ -185,7 +187,7 @@ class Problem:
         return _solve(eye - matrix, columns[0])
 
     def composite(self, penalty: Penalty, strength: float) -> Tensor:
-        """Return the minimizer ``[d]`` of sum_i alpha_i f_i(x) + strength ||x||, up to 1e-12.
+        """Return the minimizer ``[d]`` of sum_i alpha_i f_i(x) + strength ||x||, accurate to 1e-12.
 
         The norm is the l1 norm of all parameters, or the sum of the nuclear norms of the matrices in the layout.
         """
@@ -217,7 +219,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Sampled(Quadratic):
-    """Quadratics with different samples: sample s of client i has the minimizer c_i + o_is, and o_is has mean 0."""
+    """Quadratics with different samples: sample s of client i has the minimizer c_i + o_is, where o_is has mean 0."""
 
     def __init__(self, problem: Problem, noise: float) -> None:
         super().__init__(problem.hessian, problem.minimiser, problem.sizes, layout=problem.layout)

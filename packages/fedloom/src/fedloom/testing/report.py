@@ -1,4 +1,4 @@
-"""Reports on violated laws, which name the law, the part, the location in the code of the part, and a repair."""
+"""Reports on violated laws, which name the law, the part, the location in the code of the part, and a fix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
-    """Return the outermost function of a part in which an error arose, preferring the author's code, or None.
+    """Return the outermost function of a part in which an error arose, preferably in the author's code, or None.
 
     Args:
         error: error that was caught, with its traceback.
@@ -41,22 +41,22 @@ def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str |
 
 
 def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str | None:
-    """Return the name of a class's function that has this code object, whatever its original name was."""
+    """Return the name of the function in a class that has this code object, regardless of its original name."""
     if code.co_name in stages:
         return code.co_name
     return next((name for name in stages if getattr(getattr(kind, name, None), "__code__", None) is code), None)
 
 
 def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
-    """Return the error that reports a violated law.
+    """Return the error by which the violation of a law is reported.
 
     Args:
         law: name of the law.
         part: part that violates the law.
-        error: error that was caught. If the law itself raised this error, it is an `AssertionError`.
-        stage: function of the part that raised the error, or None if the law itself found the fault.
-        cure: advice on how to repair the violation.
-        where: text with a leading blank that names the problem on which the law was checked.
+        error: error that was caught. If the law itself raised this error, the error is an `AssertionError`.
+        stage: function of the part that raised the error, or None if the law itself detected the violation.
+        cure: advice on how to fix the violation.
+        where: text that starts with a space and names the problem on which the law was checked.
     """
     what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
     what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
@@ -76,19 +76,19 @@ def hold(
     without: Collection[str] = (),
     where: str = "",
 ) -> None:
-    """Check that a part satisfies laws, one after the other.
+    """Check that a part satisfies laws, one after another.
 
     Args:
-        laws: the laws, each with its usual repair.
+        laws: the laws, each with the usual way to fix a violation.
         subject: argument with which each law is called.
         part: value that is checked.
         base: base class of the kind of part.
-        without: names of laws to leave out.
-        where: text with a leading blank that names the problem on which the laws are checked.
+        without: names of laws to omit.
+        where: text that starts with a space and names the problem on which the laws are checked.
 
     Raises:
-        AssertionError: a law is violated. The message names the first such law, the part, the problem and the repair.
-            If the part's code raised an error, the message names the function, the error, the file and the line.
+        AssertionError: a law is violated. The message names the first such law, the part, the problem and the fix. If
+            the part's code raised an error, the message names the function, the error, the file and the line.
     """
     stages = {name for name in dir(part) if not name.startswith("_")}
     for law, cure in laws.items():
@@ -103,10 +103,10 @@ def hold(
 def check_arguments(
     part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
 ) -> None:
-    """Raise if a part is not of the expected kind, or if a name does not belong to any law.
+    """Raise an error if a part is not of the expected kind, or if a name is not the name of a law.
 
     Raises:
-        ConfigError: the part is not of the expected kind, or a name does not belong to any law.
+        ConfigError: the part is not of the expected kind, or a name is not the name of a law.
     """
     if not isinstance(part, base):
         raise ConfigError(f"{base.__name__.lower()} must be a value such as {example}, got {part!r:.80}")
@@ -118,7 +118,7 @@ def check_arguments(
 
 @contextmanager
 def generators_untouched() -> Iterator[None]:
-    """Raise if code in the block draws from a global generator."""
+    """Raise an error if code in the block draws from a global generator."""
     before = _global_states()
     yield
     for name, state in _global_states().items():
@@ -135,7 +135,7 @@ def _global_states() -> dict[str, Any]:
 
 
 def model_of_laws(layout: Layout, classes: int | None) -> str:
-    """Return a sentence about the model on which a method failed. With ``classes``, the model is a network."""
+    """Return a sentence about the model for which a method failed. If ``classes`` is set, the model is a network."""
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)
     if classes is not None:

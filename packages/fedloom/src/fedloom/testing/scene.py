@@ -39,13 +39,16 @@ class Subject:
     def run(
         self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any
     ) -> list[ReferenceState]:
-        """Run a few rounds with these cohorts. Unless another problem is given, the input's own problem is used."""
+        """Run a few rounds with the given cohorts.
+
+        Unless a different problem is given, the input's own problem is used.
+        """
         choices = {"problem": self.problem, "local": LOCAL_SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
         return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **choices)
 
 
 class Scene:
-    """The middle of a run, with the state, the download and the local problems of a cohort.
+    """Point in the middle of a run, with the state, the download and the local problems of a cohort.
 
     Args:
         subject: the method.
@@ -77,7 +80,7 @@ class Scene:
 
 @cache
 def law_problem(layout: Layout = TOY_LAYOUT) -> Problem:
-    """Return the quadratics on which laws are checked: five clients of different sizes, with shares by samples."""
+    """Return the quadratics on which laws are checked: five clients of different sizes, with shares by sample count."""
     return Problem.random(7, layout=layout, weights="samples")
 
 
@@ -92,6 +95,6 @@ def _parts(tree: object) -> Any:
 
 
 def agree(got: object, want: object, sentence: str, tol: float = 0.0) -> None:
-    """Raise if two states differ. The message states the difference."""
+    """Raise an error if two states differ. The message states the difference."""
     phrase = locate_difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

@@ -1,7 +1,9 @@
-"""Laws of virtual time. Each function raises an `AssertionError` with a sentence if a method violates its law.
+"""Laws of virtual time.
+
+If a method violates the law of a function, the function raises an `AssertionError` with a sentence.
 
 The laws are checked in short runs with eight clients of different sizes, two features and three classes. If a schedule
-rejects a method and states the reason, this is not a violation.
+rejects a method and states the reason, this does not violate the law.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class Speeds(Devices):
 
 
 def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
-    """Return the clients on which laws are checked, in a given order. The labels of client ``other`` are changed."""
+    """Return the clients on which laws are checked, in the given order. The labels of client ``other`` are changed."""
     clients = []
     for i in order:
         g = numpy_generator(i, purpose="laws of time")
@@ -91,7 +93,7 @@ def federation(order: Collection[int] = range(N), other: int | None = None) -> F
 def run_rounds(
     method: Any, devices: Devices | None, schedule: Schedule, fed: Federation | None = None, **more: Any
 ) -> Result:
-    """Run a method for some rounds without evaluation.
+    """Run a method for a few rounds without evaluation.
 
     Raises:
         ConfigError: the method pools the clients' data, or the schedule does not support the method.
@@ -104,13 +106,13 @@ def run_rounds(
 
 
 def clock_of(result: Result) -> Clock:
-    """Return the clock of a run at the end of the run."""
+    """Return the clock of a run as it is at the end of the run."""
     assert result.state.clock is not None
     return result.state.clock
 
 
 def same_models(one: Result, other: Result, sentence: str) -> None:
-    """Raise if the states of the server or the clients of two runs are not bitwise equal."""
+    """Raise an error if the states of the server or the clients are not bitwise equal in two runs."""
     pairs = [*zip(one.state.server, other.state.server, strict=True)]
     pairs += [*zip(*(result.job.clients.read(torch.arange(N)) for result in (one, other)), strict=True)]
     pairs += [*zip(*(result.job.kept.read(torch.arange(N)) for result in (one, other)), strict=True)]
@@ -118,7 +120,7 @@ def same_models(one: Result, other: Result, sentence: str) -> None:
 
 
 def a_clock_changes_no_bit(method: object) -> None:
-    """Check that a synchronous run gives the same models with and without devices."""
+    """Check that a synchronous run produces the same models with and without devices."""
     same_models(
         run_rounds(method, None, Synchronous()),
         run_rounds(method, LogNormal(), Synchronous()),
@@ -129,7 +131,7 @@ def a_clock_changes_no_bit(method: object) -> None:
 def whole_cohort(method: object) -> None:
     """Check that a run with equal devices and a buffer for the whole cohort is bitwise equal to a synchronous run.
 
-    A run with a late deadline must also equal the synchronous run.
+    A run with a late deadline must also give the same models as the synchronous run.
     """
     plain = run_rounds(method, None, Synchronous())
     for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
@@ -139,7 +141,7 @@ def whole_cohort(method: object) -> None:
 
 
 def nothing_later(method: object) -> None:
-    """Check that an upload uses nothing later than its dispatch: changed labels must not affect earlier uploads."""
+    """Check that an upload depends on nothing after its dispatch: changed labels must not affect earlier uploads."""
     client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
@@ -171,7 +173,7 @@ def nothing_later(method: object) -> None:
 def conservation(method: object) -> None:
     """Check that the busy, idle and absent seconds of each client add up to the total time.
 
-    Samples and bytes, divided by their rates, must equal the client's busy seconds.
+    The numbers of samples and bytes, divided by their rates, must equal the client's busy seconds.
     """
     devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
     result = run_rounds(method, devices, Synchronous())
@@ -216,7 +218,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """Check that making devices, messages and deadlines four times slower only makes the run four times slower."""
+    """Check that if devices, messages and deadlines become four times slower, the run is simply four times slower."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
@@ -246,7 +248,7 @@ TIME_LAWS: dict[str, Callable[[Any], None]] = {
         silence,
     )
 }  # fmt: skip
-"""All laws of virtual time by name."""
+"""All laws of virtual time, keyed by name."""
 
 
 def check_timing(method: Algorithm | PresetMethod | str, without: Collection[str] = ()) -> None:
@@ -254,11 +256,11 @@ def check_timing(method: Algorithm | PresetMethod | str, without: Collection[str
 
     Args:
         method: a method, or the name of a method.
-        without: names of laws that the method violates on purpose.
+        without: names of the laws that the method violates on purpose.
 
     Raises:
         AssertionError: a law is violated. The message names the first such law, the method, the difference and the
-            usual repair.
+            usual fix.
     """
     for name, law in TIME_LAWS.items():
         if name in without:

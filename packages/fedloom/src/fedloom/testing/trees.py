@@ -37,7 +37,7 @@ def rebuilt(tree: object, tensors: Mapping[str, Tensor], prefix: str = "") -> An
 def plus(tree: object, other: Mapping[str, Tensor]) -> Any:
     """Return ``tree`` after adding the tensors in ``other`` to the tensors with the same names.
 
-    Fields that are not in ``other`` stay unchanged.
+    Fields that ``other`` does not contain remain unchanged.
     """
     return rebuilt(tree, {name: value + other.get(name, 0) for name, value in name_tensors(tree).items()})
 
@@ -57,7 +57,7 @@ def locate_difference(got: object, want: object, tol: float = 0.0) -> str | None
     Args:
         got: tensor, NamedTuple, or dict of these, in the form that `name_tensors` accepts.
         want: tree with the same structure and the same names.
-        tol: largest tolerated difference, at least 0, relative to the size of the tensors. With 0, tensors must be
+        tol: largest tolerated difference, at least 0, relative to the size of the tensors. If it is 0, tensors must be
             bitwise equal.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Training of a personal model for a client that did not take part in the run, with a fixed state of the server."""
+"""Training of a personal model for a client that did not participate in the run, with a fixed state of the server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServerSide(NamedTuple):
         algorithm: the method.
         local: settings of local training in the run.
         server: state of the server after the last round.
-        kept: rows that the server stores for each client ``[n, .]``, if the method mixes them, else None.
+        kept: rows that the server stores for each client ``[n, .]``, if the method mixes them, or None.
         weight: clients' shares in the objective ``[n, 1]``.
         sizes: clients' numbers of training samples ``[n, 1]``.
         round: number of rounds that were run.
@@ -58,7 +58,7 @@ def has_personal(algorithm: Algorithm) -> bool:
 def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
     """Train the personal model ``[d]`` of a new client. Return the model and the client's local problem.
 
-    The client joins the run's n clients with a share equal to their mean share. Its state is the method's initial
+    The client joins the run's n clients, and its share equals their mean share. Its state is the method's initial
     client state for the global model, or for the initial model if there is no global model. The client then performs
     the method's client step in ``rounds`` rounds. For each round, the server computes a download, and the state of the
     server does not change. At the end, the method's `personal` function returns the model.

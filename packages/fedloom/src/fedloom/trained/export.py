@@ -1,4 +1,4 @@
-"""Export of models to files for programs that do not use fedloom."""
+"""Export of models to files for use by programs other than fedloom."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedloom.trained.raw import RawModel, check_threshold, labels_of
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
 MISSING_CODE = -1
-"""Code that stands for a missing or unknown text in a graph."""
+"""Code that represents a missing or unknown text in a graph."""
 
 
 def export_model(
@@ -51,24 +51,24 @@ def export_model(
     graphs in these files return ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - For a table, ``onnx`` accepts ``numbers`` ``[batch, .]`` float64, in which missing cells are NaN or one of the
-      markers in the training data, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns`` lists the names
-      of the columns in both inputs, in order. A missing or unknown text is imputed as in training. The graph also
-      returns ``class`` ``[batch]``, which contains the names of the predicted classes.
+      missing-value codes in the training data, and ``texts`` ``[batch, .]`` strings. The metadata entry ``columns``
+      lists the names of the columns in both inputs, in order. A missing or unknown text is imputed in the same way as
+      in training. The graph also returns ``class`` ``[batch]``, which contains the names of the predicted classes.
     - For a table, ``torch`` accepts numbers and texts together as ``samples`` ``[batch, p]`` float64, with texts as
       codes. `load` converts rows to this form.
-    - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in which tokens are padded with 0. With a
-      label per position, they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
+    - For sequences, both formats accept ``samples`` ``[batch, L]`` int64, in which tokens are padded with 0. If there
+      is a label per position, they return ``probabilities`` ``[batch, L, C]``. ``facts`` contains the vocabulary.
     - For other data, both formats accept ``samples`` ``[batch, *shape]`` of a single dtype, because a graph cannot
-      choose by dtype. If the model was trained on bytes, this is uint8, which is divided by 255. Otherwise it is
-      float32, which is used unchanged.
+      choose by dtype. If the model was trained on bytes, the type is uint8, and the bytes are divided by 255.
+      Otherwise, it is float32, which is used unchanged.
 
     Args:
         model: model to write.
-        path: the file. If fedloom wrote the file, it is replaced.
+        path: the file. If fedloom has written the file, it is replaced.
         format: one of `EXPORT_FORMATS`.
         factorised: True to replace each low-rank layer by two thin layers if these contain fewer numbers (FedSLR).
-        threshold: for ``onnx``, the probability of the second of two classes from which on ``class`` is the second
-            class. If None, it is 1/2.
+        threshold: for ``onnx``, the minimum probability at which ``class`` is the second of two classes. If None, it is
+            1/2.
         force: True to replace a file even if it is of a different kind.
 
     Returns:
@@ -76,9 +76,9 @@ def export_model(
         builds a module with such layers.
 
     Raises:
-        ConfigError: the format is unknown, the packages of the extra ``export`` are missing, the module cannot be
-            converted to a graph, the scaling of a table is unknown, the threshold has no effect, or the path must not
-            be written to.
+        ConfigError: the format is unknown, the packages in the ``export`` extra are missing, the module cannot be
+            converted to a graph, the scaling of a table is unknown, the threshold has no effect, or writing to the path
+            is not allowed.
         CheckpointError: the disk is full or the write is rejected.
     """
     if format not in EXPORT_FORMATS:
@@ -115,7 +115,7 @@ def decision(model: Model, format: str, threshold: float | None) -> str:
 
 
 def units(model: Model, factors: Factors | None) -> str:
-    """Return a sentence on columns that must be converted before they are passed to a file, or "" if none.
+    """Return a sentence about columns that must be converted before they are passed to a file, or "" if there are none.
 
     Args:
         model: the exported model.
@@ -135,9 +135,9 @@ def units(model: Model, factors: Factors | None) -> str:
 
 
 class Program:
-    """Model that was exported for torch.
+    """Model that was exported for use with torch.
 
-    This model does not need the code of its architecture, and no code in the file is run.
+    To use this model, the code of its architecture is not needed, and no code in the file is executed.
 
     Attributes:
         facts: facts about the model's input data.
@@ -201,9 +201,9 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress what the exporters print within the block.
+    """Within the block, suppress the output that the exporters print.
 
-    If an exporter fails, the error is reported in one sentence.
+    If an exporter fails, the error is reported in a single sentence.
     """
     for exporter in ("torch.onnx", "onnxscript", "onnx_ir"):
         logging.getLogger(exporter).setLevel(logging.ERROR)

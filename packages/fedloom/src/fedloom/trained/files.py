@@ -1,4 +1,4 @@
-"""Rules on the files to which a model may be written."""
+"""Rules that determine to which files a model may be written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedloom.rundir import ADAPTED_FOLDER
 from fedloom.storage.checkpoint import has_digest
 
 FACTS_FILE = "facts.json"
-"""Name of the entry in a torch program that holds the facts about the model's data."""
+"""Name of the entry in a torch program that contains the facts about the model's data."""
 FORMAT_KINDS = {"safetensors": "safetensors", "torch": "torch", "onnx": "ONNX"}
 """Kind of file that belongs to each format name."""
 IN_ONNX = b"\x0a\x05facts\x12"
@@ -21,7 +21,7 @@ IN_ONNX = b"\x0a\x05facts\x12"
 def check_model_file(
     path: Path | str, format: str = "safetensors", inputs: Iterable[object] = (), *, force: bool = False
 ) -> Path:
-    """Raise if a model must not be written to a file.
+    """Raise an error if writing a model to a file is not allowed.
 
     Models that were adapted to a client may be written to ``RUN/adapted``.
 

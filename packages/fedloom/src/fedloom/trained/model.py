@@ -1,4 +1,4 @@
-"""A single trained model, which does not depend on the data and the run that it comes from."""
+"""An individual trained model, which does not depend on the data and the run from which it comes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fedloom.trained.raw import RawModel, labels_of
 
 TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
 BASE_PREFIX = "base."
-"""Prefix for the names of the tensors that hold a model's state before training, in a file with one model."""
+"""Prefix for the names of the tensors that contain a model's state before training, in a file with one model."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ModelRecipe:
         return module
 
     def start(self) -> dict[str, Tensor]:
-        """Return the tensors saved once for all rows: the initial state dict, unless the seed determines it."""
+        """Return the tensors saved once for all rows: the initial state dict, unless it is determined by the seed."""
         module = self.build()
         own_buffers = isinstance(self.spec, Held) and any(True for _ in module.buffers())
         if self.spec.init_from is None and all(p.requires_grad for p in module.parameters()) and not own_buffers:
@@ -84,23 +84,23 @@ class ModelRecipe:
         return Layout.create(self.build())
 
     def header(self, about: Mapping[str, object]) -> dict[str, str]:
-        """Return the metadata for a file of models, which are ``layout``, ``facts`` and ``about`` as JSON."""
+        """Return the metadata for a file of models, which consist of ``layout``, ``facts`` and ``about`` as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A single trained model.
+    """An individual trained model.
 
     Attributes:
         recipe: recipe from which the model is built.
         row: parameters of the model ``[d]``.
-        statistics: means and variances ``[b]`` of the model's batch normalization. Empty for a model without batch
+        statistics: means and variances ``[b]`` of the model's batch normalization. Empty if the model has no batch
             normalization.
-        fitted: values for preparing a table's columns, as fitted at the model's client ``[p, .]``. None if these values
-            are unknown.
+        fitted: values fitted at the model's client to prepare a table's columns, ``[p, .]``. None if these values are
+            unknown.
         about: method, algorithm, seed, kind, client and round, as far as they are known.
-        calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, the logits stay
+        calibration: slope and intercept ``[2]`` that recalibrate the model's logits. If None, the logits remain
             unchanged.
     """
 
@@ -118,7 +118,7 @@ class Model:
     def module(self) -> nn.Module:
         """Return the model as a plain `nn.Module` in evaluation mode.
 
-        This module expects samples that are scaled as `InputSpec` describes.
+        This module expects samples that are scaled in the way described in `InputSpec`.
         """
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
@@ -145,16 +145,16 @@ class Model:
     def predict(self, rows: object) -> NDArray[Any]:
         """Return names of predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
 
-        With a label per position, the shape is ``[N, L]``, and positions of padding are included.
+        If there is a label per position, the shape is ``[N, L]``, and padding positions are included.
 
         Args:
-            rows: rows without labels, in any form that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied
-                by the factors that the ``[data]`` table of the training contains. Factors that differ between clients
-                need a column that names the client of each row.
+            rows: unlabeled rows, in any form that `fedloom.data.new_rows.new_rows` accepts. Columns are multiplied by
+                the factors in the ``[data]`` table that was used for training. If factors differ between clients, a
+                column must name the client of each row.
 
         Raises:
-            DataError: columns, shape or values differ from those of the training data, or factors differ between
-                clients and there is no client column.
+            DataError: the columns, shape or values differ from the training data, or factors differ between clients and
+                there is no client column.
             ConfigError: the scaling of the table's columns is unknown.
         """
         return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
@@ -162,10 +162,10 @@ class Model:
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Return probabilities ``[N, C]``, with the classes in the order of ``recipe.facts.classes``.
 
-        Arguments and errors are those of `predict`.
+        The arguments and errors are the same as for `predict`.
 
-        With a label per position, the shape is ``[N, L, C]``. For a multilabel task, these are the probabilities of the
-        labels.
+        If there is a label per position, the shape is ``[N, L, C]``. For a multilabel task, these are the probabilities
+        of the labels.
 
         Raises:
             ConfigError: the task has no classes, or `predict` would raise this error.
@@ -176,7 +176,7 @@ class Model:
         return self.scores(self._raw_rows(rows))
 
     def _raw_rows(self, rows: object) -> Tensor:
-        """Return rows without labels as raw samples in the units of the training data."""
+        """Return unlabeled rows as raw samples in the units of the training data."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
         users, factors = client_column_of(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
@@ -187,7 +187,7 @@ class Model:
     @default_to_cpu()
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Return outputs ``[N, k]`` for raw samples (``[N, L, k]`` with a label per position, see `RawModel`)."""
+        """Return outputs ``[N, k]`` for raw samples (or ``[N, L, k]`` with a label per position, see `RawModel`)."""
         raw = self.raw()
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         return torch.cat([raw.outputs(piece) for piece in x.split(together)])
@@ -207,7 +207,7 @@ class Model:
                 missing. The data may be a data set or an argument of `Dataset.create`, such as arrays ``(x, y)``.
 
         Raises:
-            DataError: columns, classes or shape differ from those of the training data.
+            DataError: the columns, classes or shape differ from the training data.
             ConfigError: the scaling of the table's columns is unknown.
         """
         facts = self.recipe.facts
@@ -216,7 +216,7 @@ class Model:
 
     @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
-        """Return the model with columns scaled by all rows of a table, as a client with these rows would do.
+        """Return the model with columns scaled by all rows of a table, in the same way as for a client with these rows.
 
         Raises:
             DataError: the table has different columns.
@@ -239,7 +239,7 @@ class Model:
         return [] if table is None or self.fitted is None else table.find_far(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
-        """Compute the metrics on one part of a client's samples. Return {} if the part has no samples."""
+        """Compute the metrics on one part of a client's samples. If the part has no samples, return {}."""
         outputs, y, owner = self._part_outputs(fed, part, client)
         if not len(owner):
             return {}
@@ -262,11 +262,11 @@ class Model:
         """Write a safetensors file that contains ``rows [d]`` and has the layout in its header (see `load`).
 
         Args:
-            path: the file. If fedloom wrote the file, it is replaced.
+            path: the file. If fedloom has written the file, it is replaced.
             force: True to replace a file even if it is of a different kind.
 
         Raises:
-            ConfigError: the path must not be written to (see `fedloom.outputs.check_output_file`).
+            ConfigError: writing to the path is not allowed (see `fedloom.outputs.check_output_file`).
             CheckpointError: the disk is full or the write is rejected.
         """
         path = check_model_file(path, force=force)
@@ -286,10 +286,10 @@ class Model:
             path: the file.
             spec: the architecture, because a model file cannot choose it. The architecture is given as a value, by its
                 name, or as the user's own model.
-            objective: objective from which the metrics follow.
+            objective: objective that determines the metrics.
 
         Raises:
-            LayoutError: the file does not contain a model, or contains a different architecture.
+            LayoutError: the file does not contain a model, or its model has a different architecture.
             ConfigError: the architecture is invalid.
         """
         if not isinstance(spec, ModelSpec):
@@ -332,7 +332,7 @@ def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[s
 def module_outputs(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
     """Return the outputs ``[b, k]`` of a module for samples of a federation.
 
-    With a label per position, the shape is ``[b L, k]``.
+    If there is a label per position, the shape is ``[b L, k]``.
     """
     together = evaluated_together(module, fed.fetch(index[:1]))
     return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
@@ -347,7 +347,7 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
 def load_statistics(module: nn.Module, statistics: Tensor | None) -> None:
     """Set the running statistics of a module from a single vector.
 
-    A module without running statistics stays unchanged.
+    If a module has no running statistics, it remains unchanged.
     """
     places = running_statistics(module)
     values = () if statistics is None or not places else statistics.split([place.numel() for place in places])
@@ -396,7 +396,7 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
 
 
 def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
-    """Raise if models in a file do not have the expected architecture.
+    """Raise an error if models in a file do not have the expected architecture.
 
     Raises:
         LayoutError: the layouts differ. The message states the first difference.

@@ -1,4 +1,4 @@
-"""Source of a run's models, which may be a run in memory or the files in its directory."""
+"""Source of a run's models, which can be a run in memory or the files in its directory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import ModelRecipe
 
 MODEL_CHOICES = ("global", "personal", "hybrid")
-"""Kinds of models that a method may provide. The hybrid model of a client is the better one of its personal model and
-the global model."""
+"""Kinds of models that a method can provide. A client's hybrid model is the better of its personal model and the global
+model."""
 
 
 class ModelSource(Protocol):
@@ -35,7 +35,7 @@ class ModelSource(Protocol):
 
     @property
     def fitted(self) -> Tensor | None:
-        """Values fitted at each client to prepare a table's columns ``[n, p, .]``, or None for other data."""
+        """Values that were fitted at each client to prepare a table's columns ``[n, p, .]``, or None for other data."""
         ...
 
     def kinds(self) -> list[str]:

@@ -28,9 +28,9 @@ from fedloom.trained.saved import files, write_models
 from fedloom.values import has_type
 
 MAX_NAMED_CLIENTS = 20
-"""Maximum number of clients that a message lists."""
+"""Maximum number of clients that are listed in a message."""
 MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
-"""Order in which a client's models are preferred. The first model that the method provides is used."""
+"""Order of preference among a client's models. The first of these models that the method provides is used."""
 
 
 class Models:
@@ -67,7 +67,7 @@ class Models:
 
     @property
     def fitted(self) -> Tensor | None:
-        """Values for preparing a table's columns, as fitted at each client ``[n, p, .]``.
+        """Values fitted at each client to prepare a table's columns, ``[n, p, .]``.
 
         None if these values are unknown.
         """
@@ -79,7 +79,7 @@ class Models:
 
     @default_to_cpu()
     def rows(self, kind: str, clients: Tensor | Sequence[int] | None = None) -> Tensor:
-        """Return the models ``[m, d]`` of some clients (None for all clients), or the global model ``[d]``, on the CPU.
+        """Return the models ``[m, d]`` of some clients (None: all clients), or the global model ``[d]``, on the CPU.
 
         Raises:
             ConfigError: the method does not provide this kind of model, or the client does not exist.
@@ -113,7 +113,7 @@ class Models:
     def _line(self, kind: str, place: int | None) -> Tensor | None:
         """Return the recalibration ``[2]`` of a model at a client.
 
-        Without a client, return the medians over all clients.
+        If no client is given, return the medians over all clients.
         """
         if kind == "hybrid" and place is not None:
             kind = "global" if bool(self._source.takes_global()[place]) else "personal"
@@ -123,9 +123,9 @@ class Models:
         return lines.nanquantile(0.5, dim=0) if place is None else lines[place]
 
     def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
-        """Return a single model that is ready for raw rows.
+        """Return a single model that accepts raw rows.
 
-        The columns of a table are scaled as at the given client, or jointly for all clients if no client is given.
+        If a client is given, the columns of a table are scaled as at this client, or otherwise jointly for all clients.
 
         Args:
             kind: "global", "personal" or "hybrid". If None, the best model of the client is used, or the global model
@@ -146,10 +146,10 @@ class Models:
         return replace(model, fitted=table.typical(fitted))
 
     def kinds_for(self, sites: Sequence[str] | None, client: object = None) -> list[str]:
-        """Return the kinds of models that can predict some rows: all kinds for clients of the run, else only "global".
+        """Return the kinds of models that can predict some rows: all for clients of the run, or else only "global".
 
         Args:
-            sites: client that each row belongs to, or None if it is unknown.
+            sites: client to which each row belongs, or None if it is unknown.
             client: client whose model makes all predictions. If None, each row is predicted by the model of its own
                 client.
         """
@@ -158,7 +158,7 @@ class Models:
 
     @default_to_cpu()
     def predict(self, rows: object, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
-        """Return the predictions of a single model for rows without labels.
+        """Return the predictions of a single model for unlabeled rows.
 
         Args:
             rows: see `fedloom.data.new_rows.new_rows`.
@@ -169,7 +169,7 @@ class Models:
             Names of the predicted classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets).
 
         Raises:
-            DataError: columns, shape or cells differ from those of the training data.
+            DataError: the columns, shape or cells differ from the training data.
             ConfigError: the model or the client does not exist.
         """
         return self.ready(kind, client).predict(rows)
@@ -180,7 +180,7 @@ class Models:
     ) -> NDArray[np.float64]:
         """Return probabilities ``[N, C]``, with the classes in the order of ``recipe.facts.classes``.
 
-        Arguments and errors are those of `predict`.
+        The arguments and errors are the same as for `predict`.
         """
         return self.ready(kind, client).predict_proba(rows)
 
@@ -227,16 +227,16 @@ class Models:
         Args:
             data: labeled data of the new client. The labels may cover only some of the run's classes.
             rounds: number of times that the method's client step is performed, at least 1.
-            epochs: number of passes over the data per round, used instead of the run's number. Separate numbers of
-                epochs in a method (FedSLR's phase II) stay unchanged.
+            epochs: number of passes over the data per round, which replaces the run's number. Separate numbers of
+                epochs in a method (FedSLR's phase II) remain unchanged.
             steps: number of steps per round, used instead of epochs.
-            lr: step size, used instead of the run's schedule.
+            lr: step size, which is used instead of the run's schedule.
             holdout: fraction of the samples that is held out from training, in [0, 1). If this fraction is positive,
                 ``about["scores"]`` contains the metrics of the new model and of the global model on these samples.
 
         Raises:
             ConfigError: the method does not provide personal models, or a value is out of range.
-            DataError: columns, classes or shape differ from those of the run's data.
+            DataError: the columns, classes or shape differ from the run's data.
             ClientError: the method's code raised an error.
         """
         data, side = self.recipe.facts.labelled(data), self._source.server()
@@ -267,7 +267,7 @@ class Models:
         """Write every kind of model to ``<kind>.safetensors``, and the state for new clients to ``server.safetensors``.
 
         The header of each file contains the layout, the facts about the data and the names of the clients. Models that
-        fedloom wrote to this folder before are replaced.
+        fedloom wrote to this folder earlier are replaced.
 
         Raises:
             ConfigError: the folder belongs to a run or a deployment, or it contains other files with these names.
@@ -279,7 +279,7 @@ class Models:
         return self.save_in_run(folder)
 
     def save_in_run(self, folder: Path) -> list[Path]:
-        """Write the same files as `save` to the run's own directory, as `fedloom run` does.
+        """Write the same files as `save`, but to the run's own directory, as `fedloom run` does.
 
         Returns:
             Paths of the files that were written.

@@ -1,6 +1,6 @@
 """Opening of a model file as a module.
 
-The file may have been saved by a run, a deployment or a node of a Flower app.
+The file can come from a run, a deployment or a node of a Flower app.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
 
     Args:
         path: file that was written by a node of a Flower app (``Local(..., folder=...)``), by ``fedloom deploy
-            models``, or by a model's method ``save``.
+            models``, or by the method ``save`` of a model.
         model: the architecture, because a model file cannot choose it. The architecture is given as a module, and the
             parameters are loaded into a copy of this module. For a model of a run, the architecture may also be a value
             such as ``fl.models.MLP(hidden=[64])``.
 
     Raises:
-        LayoutError: the file does not contain a single model, or contains a different architecture.
+        LayoutError: the file does not contain exactly one model, or its model has a different architecture.
     """
     path = place_of(path, "path")
     if path.is_dir():

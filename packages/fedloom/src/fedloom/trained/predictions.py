@@ -1,4 +1,4 @@
-"""Predictions for rows without labels. Each row is predicted by the model of its client if the client is known."""
+"""Predictions for unlabeled rows. Each row is predicted by the model of its client if the client is known."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Predictions:
 
     Attributes:
         facts: facts about the training data of the models.
-        scores: float64 class probabilities ``[N, C]`` (``[N, L, C]`` with a label per position), or predicted values
-            ``[N, k]`` of a regression.
+        scores: float64 class probabilities ``[N, C]`` (``[N, L, C]`` if there is a label per position), or predicted
+            values ``[N, k]`` of a regression.
         models: for each row, the name of the client whose model predicts it, or ``"global"``.
         notes: sentences about imputed values and about the choice of models.
         not_padding: mask ``[N, L]`` of the positions that are not padding, if each position has a prediction.
-        files: for each row, the file it comes from, if rows come from separate files.
+        files: file from which each row comes, if rows come from separate files.
         kept: columns that are copied unchanged from the input.
-        threshold: probability from which on the second class of a binary task is predicted. If None, it is 1/2.
+        threshold: minimum probability at which the second class of a binary task is predicted. If None, it is 1/2.
         far: columns whose median is far outside the training data, for example because they are in a different unit.
-        set_threshold: threshold from a conformal analysis, which gives sets of classes or intervals of numbers. If
-            None, there are no sets or intervals.
+        set_threshold: threshold from a conformal analysis, which results in sets of classes or intervals of numbers. If
+            None, no sets or intervals are returned.
     """
 
     facts: InputSpec
@@ -63,7 +63,7 @@ class Predictions:
 
     @property
     def sets(self) -> list[list[str]]:
-        """Names of the classes in each row's set, i.e. those with a probability of at least 1 - `set_threshold`."""
+        """Names of the classes in each row's set: the classes with a probability of at least 1 - `set_threshold`."""
         assert self.set_threshold is not None
         names = list(map(str, self.facts.classes))
         inside = (1 - self.scores <= self.set_threshold).tolist()
@@ -73,8 +73,8 @@ class Predictions:
         """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:
-            ConfigError: `check_threshold` rejects the threshold, or the predictions are not one class or one number per
-                row.
+            ConfigError: `check_threshold` rejects the threshold, or the predictions do not consist of one class or one
+                number per row.
         """
         check_threshold(self.facts, threshold)
         single = self.facts.classed or (self.facts.task == "regression" and self.scores.shape[1:] == (1,))
@@ -94,9 +94,10 @@ class Predictions:
         """Return the predictions as a table with one row per sample.
 
         The columns are ``row`` (counted from 1), ``file`` for images, the columns copied from the input, ``model``,
-        ``prediction [<k>]`` (``prediction of <label>`` if there are several labels) and ``probability of <c>``. A
-        conformal threshold adds ``set``, or for a number ``prediction from`` and ``prediction to``. With a label per
-        position, there is one row per position that is not padding, and ``position`` is counted from 1.
+        ``prediction [<k>]`` (``prediction of <label>`` if there are several labels) and ``probability of <c>``. If
+        there is a conformal threshold, the columns ``set`` or, for a number, ``prediction from`` and ``prediction to``
+        are added. If there is a label per position, there is one row for each position that is not padding, and
+        ``position`` is counted from 1.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
@@ -125,12 +126,12 @@ class Predictions:
 
 
 class Assignment(NamedTuple):
-    """Assignment of rows to the models that predict them.
+    """Assignment of each row to the model that predicts it.
 
     Attributes:
         groups: indices of rows ``[k]``, each with the model that predicts these rows.
         owners: for each row, the client whose model predicts it, or ``"global"``.
-        notes: sentences about how the models were chosen.
+        notes: sentences that describe how the models were chosen.
     """
 
     groups: Sequence[tuple[Tensor, Model]]
@@ -143,7 +144,7 @@ class Assignment(NamedTuple):
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
     def uncalibrated(self) -> list[str]:
-        """Return a sentence about rows whose model could not be recalibrated, or [] if there are none."""
+        """Return a sentence about rows for which the model could not be recalibrated, or [] if there are none."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
         ]
@@ -169,14 +170,14 @@ def predict_with_one(model: Model, rows: NewRows) -> Assignment:
 
 @default_to_cpu()
 def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
-    """Choose which model of a run predicts which rows.
+    """Choose which of a run's models predicts which rows.
 
     Args:
         models: models of a run.
         rows: result of the function `new_rows`.
         kind: "global", "personal" or "hybrid". If None, the best model of a client is used, or the global model if
             there is no client.
-        client: client whose model makes all predictions. If None and a column contains the clients, each row is
+        client: client whose model makes all predictions. If None and a column identifies the clients, each row is
             predicted by the model of its client.
 
     Raises:
@@ -269,13 +270,13 @@ class Evaluated:
         """Compute the task's metrics from the same outputs as in `predicted`.
 
         Raises:
-            DataError: the data contain classes or targets that the models do not know.
+            DataError: the data contain classes or targets that are unknown to the models.
         """
         recipe = self.choice.groups[0][1].recipe
         return score_outputs(recipe, self.choice.outputs(self.rows.x), self.data)
 
     def row(self) -> dict[str, Any]:
-        """Return a row of a table, with method, seed, model, client, scaling, number of samples, and metrics."""
+        """Return a table row that contains method, seed, model, client, scaling, number of samples, and metrics."""
         owners = dict.fromkeys(self.choice.owners)
         client = "" if owners.keys() == {"global"} else next(iter(owners)) if len(owners) == 1 else "each row's"
         who = {"method": self.about["method"], "seed": self.about["seed"], "model": self.kind, "client": client}
@@ -290,18 +291,18 @@ class Evaluated:
 def evaluated(
     runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
 ) -> Iterator[Evaluated]:
-    """Evaluate the models of runs on new labeled data. Models are chosen as in `predicted`.
+    """Evaluate the models of runs on new labeled data. Models are chosen in the same way as in `predicted`.
 
-    If a model of a table uses the average scaling over clients, it is evaluated a second time with scaling by the new
-    rows, as a client with these rows would scale them.
+    If a model for tables scales its inputs by the average over clients, it is evaluated a second time with inputs
+    scaled by the new rows, as a client with these rows would scale them.
 
     Args:
         runs: models of each run.
         data: data in the form of their source.
         rows: the same samples in the form that the models accept.
         client: client whose models make all predictions. If None, each row is predicted by the model of its own client.
-        kind: kind of model to evaluate. If None, all kinds are evaluated if each row belongs to a client of the run,
-            else only the global model.
+        kind: kind of model to evaluate. If None, all kinds are evaluated if each row belongs to a client of the run.
+            Otherwise, only the global model is evaluated.
 
     Raises:
         ConfigError: the model or the client does not exist.

@@ -1,6 +1,6 @@
-"""Reading of a torch program from an untrusted file. Each part of the file is checked, and nothing is unpickled.
+"""Reading of a torch program from an untrusted file. All parts of the file are checked, and no part is unpickled.
 
-`torch.export.load` alone is not safe. That function falls back to the full unpickler, loads compiled libraries,
+`torch.export.load` alone would not be safe. That function falls back to the full unpickler, loads compiled libraries,
 evaluates size expressions and guards as Python code, and calls any torch function that a graph names.
 """
 
@@ -20,10 +20,10 @@ GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 SOURCE_NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""References from a graph to the source code from which it was made. These references are left out."""
+"""References from a graph to the source code from which it was made. These references are omitted."""
 GRAPH_TEXT_PATTERN = re.compile(r"[\w.+-]*")
-"""Pattern of the text in a graph, which consists of names, versions and numbers. The pattern is strict because this
-text becomes part of generated code."""
+"""Pattern of the text in a graph, which may contain only names, versions and numbers. The pattern is strict because
+this text becomes part of generated code."""
 ARITHMETIC_FUNCTIONS = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq",
     "ne", "lt", "le",
               "gt", "ge", "and_", "or_", "not_")  # fmt: skip
@@ -36,7 +36,7 @@ CONTAINER_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 
 
 def checked_archive(content: bytes, facts: str) -> bytes:
-    """Check all parts of a program's archive, and build a new archive from them.
+    """Check all parts of a program's archive, and use them to build a new archive.
 
     Args:
         content: content of a file that `torch.export.save` wrote.
@@ -77,7 +77,7 @@ def _saved(value: object) -> bytes:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raise if tensors are pickled, or if they are stored outside the archive."""
+    """Raise an error if tensors are pickled, or if they are stored outside the archive."""
     for name, payload in config["config"].items():
         if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
             raise ValueError(f"{name!r} is not a plain tensor")
@@ -127,7 +127,7 @@ def _check_words(value: object, key: str = "") -> None:
 
 
 def _check_size(node: ast.AST) -> None:
-    """Raise if an expression is more than arithmetic on sizes."""
+    """Raise an error if an expression contains more than arithmetic on sizes."""
     match node:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SIZE_FUNCTIONS:
             inner: list[ast.AST] = [*args, *(keyword.value for keyword in keywords)]
@@ -148,7 +148,7 @@ def _check_size(node: ast.AST) -> None:
 
 
 def _check_tree(tree: dict[str, Any]) -> None:
-    """Raise if inputs or outputs are in containers of a type that would allow the file to select code."""
+    """Raise an error if the containers of inputs or outputs have a type that would allow the file to select code."""
     if tree["type"] not in CONTAINER_TYPES:
         raise ValueError(f"its inputs or outputs are a {tree['type']!r}")
     for child in tree["children_spec"]:

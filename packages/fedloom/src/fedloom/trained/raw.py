@@ -21,18 +21,18 @@ class RawModel(nn.Module):
     Otherwise it accepts samples ``[b, *shape]``, which are int64 tokens for sequences and floats for other data. A
     model that was trained on bytes also accepts bytes.
 
-    The module returns class probabilities ``[b, C]``, or ``[b, L, C]`` with a label per position. If samples have
-    several labels, it returns the probability of each label, ``[b, k]``. For numeric targets, it returns the predicted
-    values ``[b, k]`` of a regression in the units of the target, or the predicted mean ``[b, 1]`` of a count. For a
-    survival task, it returns the probability ``[b, 1]`` that the event occurs by the horizon. Without a horizon, it
-    returns the log of the hazard relative to the baseline.
+    The module returns class probabilities ``[b, C]`` or, if there is a label per position, ``[b, L, C]``. If samples
+    have several labels, the probability of each label, ``[b, k]``, is returned. For numeric targets, it returns the
+    predicted values ``[b, k]`` of a regression in the units of the target, or the predicted mean ``[b, 1]`` of a count.
+    For a survival task, it returns the probability ``[b, 1]`` that the event occurs by the horizon. If there is no
+    horizon, it returns the log of the hazard relative to the baseline.
 
     Args:
         module: trained module.
         facts: facts about the module's training data.
         fitted: values for preparing a table's columns ``[p, .]`` (see `fedloom.data.tables.Table.fit`).
         dtype: dtype of the module.
-        calibration: slope and intercept ``[2]`` that recalibrate the module's logits. If None, the logits stay
+        calibration: slope and intercept ``[2]`` that recalibrate the module's logits. If None, the logits remain
             unchanged.
     """
 
@@ -61,7 +61,7 @@ class RawModel(nn.Module):
         return self.convert_outputs(self.outputs(samples))
 
     def outputs(self, samples: Tensor) -> Tensor:
-        """Compute the outputs ``[b, k]`` of the module for raw samples (``[b, L, k]`` with a label per position)."""
+        """Compute the outputs ``[b, k]`` of the module for raw samples (or ``[b, L, k]`` with a label per position)."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
         return out if self.line is None else recalibrated(out, self.line)
 
@@ -103,7 +103,7 @@ class Scaling(nn.Module):
         self.register_buffer("shift", (-mean / std).expand(width).reshape(places).to(dtype))
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Scale samples ``[b, *shape]`` as the model expects.
+        """Scale samples ``[b, *shape]`` in the way that the model expects.
 
         Raises:
             DataError: the samples are bytes but the model was trained on floats, or the samples are other integers but
@@ -129,8 +129,8 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
     Args:
         facts: facts about the data.
         scores: probabilities or values in the form that `RawModel` returns.
-        threshold: probability from which on the second of two classes, or a label, is predicted. If None, the more
-            probable class is predicted, or a label from a probability of 0.5 on.
+        threshold: minimum probability at which the second of two classes, or a label, is predicted. If None, the more
+            probable class is predicted, or a label whose probability is at least 0.5.
     """
     if facts.task == "multilabel":
         return (scores >= (0.5 if threshold is None else threshold)).astype(int)
@@ -142,7 +142,7 @@ def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | 
 
 
 def check_threshold(facts: InputSpec, threshold: float | None) -> None:
-    """Raise if a threshold would have no effect or is not a probability.
+    """Raise an error if a threshold would have no effect or is not a probability.
 
     Raises:
         ConfigError: the threshold is not between 0 and 1, or the task is neither binary nor multilabel.

@@ -1,6 +1,6 @@
-"""Models of a run in the files of its directory.
+"""Models of a run that are read from the files in its directory.
 
-The files are written all at once, and models are read when they are needed.
+All files are written at once, and models are read when they are needed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
 
 
 class _Pieces(Mapping[str, Tensor]):
-    """Lazy mapping of ``rows.<first client>`` to the personal models of a group of clients.
+    """Lazy mapping from ``rows.<first client>`` to the personal models of a group of clients.
 
     Each model is created when it is read.
     """
@@ -132,12 +132,12 @@ def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
 
 
 class SavedModels:
-    """`ModelSource` that reads the files written by `Models.save`.
+    """`ModelSource` that reads the files that `Models.save` has written.
 
     Args:
         folder: folder that contains the files.
-        algorithm: the method. The method is given by the caller, like the architecture, because a model file must not
-            choose either of them.
+        algorithm: the method. The caller specifies the method, as well as the architecture, because a model file must
+            not choose either of them.
         spec: the architecture.
         local: settings of local training in the run.
         seed: seed of the run.
@@ -146,7 +146,7 @@ class SavedModels:
 
     Raises:
         RunDirError: the folder does not contain models.
-        LayoutError: the files are damaged, or they contain a different architecture.
+        LayoutError: the files are damaged, or their models have a different architecture.
     """
 
     def __init__(

@@ -134,7 +134,8 @@ def versions() -> dict[str, str]:
 
 def _experiment(site: Site) -> Iterator[Finding]:
     experiment = read_agreed(site)
-    check_deployable(experiment, masked=site.secure is not None, start=site.start is not None)
+    masked, start = site.secure is not None, site.start is not None
+    check_deployable(experiment, masked=masked, start=start, verify=site.verifies)
     yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
     yield from _privacy(site, experiment)
     modules = [*site.code, *site.installed]

@@ -301,6 +301,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             names=plan.sites,
             norm_bound=plan.norm_bound,
             changes=plan.changes,
+            verify=plan.verify,
         )
     if plan.start is not None:
         shared["start"] = digest(plan.start)

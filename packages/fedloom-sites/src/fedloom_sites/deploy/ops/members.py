@@ -342,7 +342,7 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
     grown &= new.names == ((*before.names, members[-1].site) if before.names else ())
-    kept = ("scores", "norm_bound", "max_share", "changes", "steady")
+    kept = ("scores", "norm_bound", "max_share", "changes", "steady", "verify")
     return grown and all(getattr(new, name) == getattr(before, name) for name in kept)
 
 

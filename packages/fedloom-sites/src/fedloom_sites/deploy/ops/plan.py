@@ -89,6 +89,7 @@ class DeploymentPlan:
     norm_bound: NormBound | None
     threshold: int | None = None
     changes: int = MAX_CHANGES
+    verify: bool = False
     most_samples: int | None = None
     start: bytes | None = None
     sends: bool = True
@@ -113,6 +114,7 @@ def plan(
     secure_aggregation: bool = False,
     threshold: int | None = None,
     changes: int | None = None,
+    verify: bool = False,
     data_name: str = "data",
 ) -> DeploymentPlan:
     """Return the plan of the deployment of an experiment.
@@ -136,6 +138,7 @@ def plan(
         threshold: minimum number of sites in a sum that is unmasked. None for more than two thirds.
         changes: maximum number of times that a site may leave the masked sums or return to them. None for
             `MAX_CHANGES`.
+        verify: True if every site opens the masked sums itself and computes its models from them.
         data_name: name of the data, under which sites remember sums and budgets across experiments.
 
     Raises:
@@ -145,7 +148,7 @@ def plan(
     """
     one = _single(experiment, method, seed, rounds)
     weights = one.methods[0].setting.model.init_from
-    check_deployable(one, masked=secure_aggregation, start=weights is not None)
+    check_deployable(one, masked=secure_aggregation, start=weights is not None, verify=verify)
     seed = one.head.seeds[0]
     agreement = getattr(one.source, "agreement", None)
     sites = len(names) if names and sites is None else sites
@@ -177,6 +180,8 @@ def plan(
     check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first)
     if changes is not None and not secure_aggregation:
         raise ConfigError("--changes needs secure aggregation. Add --secure-aggregation, or omit --changes")
+    if verify and not secure_aggregation:
+        raise ConfigError("--verify needs secure aggregation. Add --secure-aggregation, or omit --verify")
     _check_same_cohorts(job, agreed_threshold is not None, MAX_CHANGES if changes is None else changes)
     folder = data_dir or (Path(os.environ[DATA_FOLDER_VARIABLE]) if os.environ.get(DATA_FOLDER_VARIABLE) else None)
     agreed = one.settings() | {"data": _placeless(one)}
@@ -198,6 +203,7 @@ def plan(
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
         changes=MAX_CHANGES if changes is None else changes,
+        verify=verify,
         data_name=data_name,
         start=None if weights is None else weights_content(weights),
         most_samples=most_samples or (None if own_data else max(int(fed.sizes(part).max()) for part in DATA_PARTS)),

@@ -20,13 +20,13 @@ from fedloom_sites.deploy.protocol.identity import new_nonce
 PROTOCOL_VERSION = 11
 Kind = Literal[
     "hello", "ask", "train", "score", "analysis", "result", "keys", "shares", "masked", "tally", "open", "agree",
-    "count", "unmask",
+    "count", "unmask", "relay",
 ]  # fmt: skip
 MESSAGE_TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
     "analysis": "query", "result": "query",
     "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
-    "count": "query", "unmask": "query",
+    "count": "query", "unmask": "query", "relay": "query",
 }  # fmt: skip
 """Flower's message types."""
 
@@ -63,6 +63,7 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "agree": {"session": bytes},
     "count": {"session": bytes},
     "unmask": {"session": bytes},
+    "relay": {"session": bytes},
 }
 """Further fields of a message from the server.
 
@@ -92,7 +93,7 @@ REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
     "score": {"samples": int},
     "analysis": {},
     "result": {"samples": int},
-    **{step: {} for step in SESSION_STEPS},
+    **{step: {} for step in (*SESSION_STEPS, "relay")},
 }
 """Further fields of a site's reply."""
 

@@ -9,6 +9,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedloom.errors import WireError
+from fedloom_sites.deploy.relay import signed_vector
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES, read_counters
@@ -57,9 +58,13 @@ def read_sealed(message: bytes, session: secure.Session, client: int, public: Ed
 
 
 def read_vector(
-    message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None
-) -> tuple[bytes, Integers, bytes] | dict[int, bytes]:
+    message: bytes, length: int, text: bytes, public: Ed25519PublicKey, bound: bytes | None = None,
+    relayed: bytes | None = None,
+) -> tuple[bytes, Integers, bytes, bytes] | dict[int, bytes]:  # fmt: skip
     """Read either a signed masked vector with its masked counters, or accusations keyed by accused site.
+
+    The last part of a vector's answer is the site's signature on the vector, followed by the vector. It is empty if
+    sites do not verify the sums.
 
     Args:
         message: message from the site.
@@ -68,18 +73,25 @@ def read_vector(
         public: verification key of the site.
         bound: digest of the session that the site signs together with its counters (see `counters`). None if the
             session has no counters.
+        relayed: digest of the session that the site signs together with its vector (see `relay`). None if sites do not
+            verify the sums.
 
     Raises:
         WireError: the bytes are neither a vector nor a list of accusations.
     """
     end, counted = SIGNATURE_BYTES + 8 * length, 0 if bound is None else COUNTERS_BYTES
-    if len(message) == end + counted:
+    signed = 0 if relayed is None else SIGNATURE_BYTES
+    if len(message) == end + signed + counted:
         vector = np.frombuffer(message[:end], dtype="<u8", offset=SIGNATURE_BYTES).astype(np.uint64, copy=False)
-        sent = b"" if bound is None else read_counters(message[end:], bound, public)
-        return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent
+        sent = b"" if bound is None else read_counters(message[end + signed :], bound, public)
+        part = b""
+        if relayed is not None:
+            text_of_vector = signed_vector(relayed, message[SIGNATURE_BYTES:end])
+            part = read_signature(message[end : end + signed], text_of_vector, public) + message[SIGNATURE_BYTES:end]
+        return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent, part
     if message.startswith(ACCUSATION_PREFIX):
         return secure.split_parts(message[len(ACCUSATION_PREFIX) :], SIGNATURE_BYTES)
-    raise WireError(f"a masked vector must have {end + counted} bytes, got {len(message)}")
+    raise WireError(f"a masked vector must have {end + signed + counted} bytes, got {len(message)}")
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:

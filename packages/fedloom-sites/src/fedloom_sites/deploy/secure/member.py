@@ -19,12 +19,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
 from fedloom.engine import Setting
+from fedloom.engine.privacy import accounted
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregators import PrivateMean
 from fedloom.schedule import Stream
 from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, released
 from fedloom_sites.deploy.protocol.envelope import Kind
 from fedloom_sites.deploy.protocol.identity import verifying_key
+from fedloom_sites.deploy.relay import signed_vector
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
@@ -34,13 +36,25 @@ from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.settings import Secure, Site
 
 
-def check_maskable(setting: Setting) -> None:
+def check_maskable(setting: Setting, *, verify: bool = False) -> None:
     """Raise an error if a run's server needs the uploads of individual sites.
 
+    Args:
+        setting: the run.
+        verify: True if every site opens the sums itself and replays the server's steps from them.
+
     Raises:
-        ConfigError: a part of the run needs the uploads of individual sites. The message names the part.
+        ConfigError: a part of the run needs the uploads of individual sites, or sites cannot replay it from the sums.
+            The message names the part.
     """
     setting = setting.resolved()
+    if verify and accounted(setting.upload_transform, setting.aggregator) is not None:
+        raise Refused(
+            "with a delta, sites store the last models without a sum of scores, so these models do not follow from "
+            "sums that the sites verify",
+            rule="verify-needs-scores",
+            fix="omit the delta, or verify in the table secure",
+        )
     name, fields = type(setting.method).__name__, upload_fields(type(setting.method))
     single = [field for field, kind in fields.items() if not kind.averaged]
     why = ""
@@ -108,15 +122,19 @@ class SessionMember:
             folder, site.memory_folder, agreed.names, agreed.changes, agreed.steady_sites, site.client
         )
 
-    def keys(self, round: int, nonce: bytes) -> bytes:
-        """Return this site's public keys for a new session, which replaces the previous session (step 1)."""
-        name = secure.session_name(self._agreement, round, nonce)
+    def keys(self, round: int, nonce: bytes, link: bytes = b"") -> bytes:
+        """Return this site's public keys for a new session, which replaces the previous session (step 1).
+
+        ``link`` is the newest link of the chain of opened sums, if sites verify the sums.
+        """
+        name = secure.session_name(self._agreement, round, nonce, link)
         record = self._load()
         self._opened.begin(name, record.get("name"))
         if record.get("name") != name.hex():
             secrets = secure.new_secrets()
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
             record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
+            record |= {"link": link.hex()} if link else {}
             self._save(record)
         progress_of(record).advance("keys")
         return self._bytes(record, "advert")
@@ -155,6 +173,8 @@ class SessionMember:
             ends the session at this site.
         """
         record = self._session(round, nonce, "masked")
+        if "link" in record and not {terms.download, *terms.models} <= {"", record["link"]}:
+            raise Broken("the terms name another chain of opened sums than the keys of this session")
         self._store_once(record, "inbox", message.hex())
         self._store_once(record, "terms", terms.digest.hex())
         self._store_once(record, "sums", terms.sums)
@@ -224,7 +244,10 @@ class SessionMember:
         if counts:
             session, secrets = self._agreed_by(record), _secrets(record)
             counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
-        return b"".join((signature, sent.astype("<u8", copy=False).data, counted))
+        numbers = sent.astype("<u8", copy=False).tobytes()
+        relayed = "link" in record and "uploads" in record["sums"]
+        vector_signature = self._key.sign(signed_vector(bound, numbers)) if relayed else b""
+        return b"".join((signature, numbers, vector_signature, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return the one-time keys for those of this site's messages that other sites report as undecryptable."""
@@ -290,7 +313,8 @@ class SessionMember:
                 self._check_counters(record, [*signed], counted, openers)
             arrived = self._enter(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived)).hex()
-            record = {"name": record["name"], REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
+            record = {key: value for key, value in record.items() if key in ("name", "link")}
+            record |= {REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
         self._store_once(record, "survivors", survivors)
         return self._bytes(record, REVEALED_ENTRY)
@@ -379,7 +403,8 @@ class SessionMember:
     def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
         """Check that the session's stage permits an answer to this kind of message, and return the session's record."""
         record = self._load()
-        same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
+        link = bytes.fromhex(record.get("link", ""))
+        same = record.get("name") == secure.session_name(self._agreement, round, nonce, link).hex()
         (progress_of(record) if same else Progress()).advance(kind)
         return record
 
@@ -396,7 +421,15 @@ class SessionMember:
         if message is None:
             return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _adverts(message)
-        secure.check_adverts(name, adverts, self._public)
+        try:
+            secure.check_adverts(name, adverts, self._public)
+        except Broken as error:
+            if "link" not in record:
+                raise
+            raise Broken(
+                f"{error}. The site has opened other sums than this site, because the server or a site has shown them "
+                "different vectors, or the server has changed the keys"
+            ) from None
         if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
             raise Broken("this site's own keys are missing, or are not the keys that the site advertised")
         if len(adverts) < self._agreed.threshold:

@@ -46,6 +46,7 @@ class PendingSum(NamedTuple):
             sum.
         shown: shares that unmask the counters, keyed by the site that gave them. Empty until the sites have given these
             shares.
+        link: link of the chain that the session's name contains, if sites verify the sums.
     """
 
     round: int
@@ -62,6 +63,7 @@ class PendingSum(NamedTuple):
     told: bool = False
     counters: Mapping[int, bytes] = MappingProxyType({})
     shown: Mapping[int, bytes] = MappingProxyType({})
+    link: bytes = b""
 
 
 class PendingSums:
@@ -86,6 +88,7 @@ class PendingSums:
             total = np.frombuffer(content, dtype="<u8")
             fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
             fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
+            fields["link"] = bytes.fromhex(entry.get("link", ""))
             fields |= {name: {int(c): bytes.fromhex(part) for c, part in entry[name].items()} for name in BYTES_FIELDS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
@@ -115,7 +118,7 @@ class PendingSums:
         if not (self._folder / name).exists():
             write_atomic(self._folder / name, content)
         entry = {**pending._asdict(), "file": name, "digest": hashlib.sha256(content).hexdigest()}
-        entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
+        entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question", "link")}
         entry |= {name: {c: part.hex() for c, part in entry[name].items()} for name in BYTES_FIELDS}
         del entry["total"]
         entries = self._read() | dict.fromkeys(pending.sums, entry)

@@ -142,9 +142,16 @@ def colluders(sites: int, threshold: int) -> int:
     return min(2 * threshold - sites - 1, threshold - 2)
 
 
-def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
-    """Return a session's name, computed from the agreement, the round, and 16 random bytes chosen by the server."""
-    return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce).digest()
+def session_name(agreement: bytes, round: int, nonce: bytes, link: bytes = b"") -> bytes:
+    """Return a session's name.
+
+    Args:
+        agreement: digest of the agreement.
+        round: round of the session.
+        nonce: 16 random bytes chosen by the server.
+        link: newest link of the chain of opened sums (see `fedloom_sites.deploy.relay`), if sites verify the sums.
+    """
+    return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce + link).digest()
 
 
 # --------------------------------------------------------------------------------------------------------------- keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
 from fedloom_sites.deploy.protocol.lengths import shortened
 from fedloom_sites.deploy.protocol.public import publish_reasons
+from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Broken, Integers
@@ -49,13 +51,17 @@ class MaskedAnswers:
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
         self._analyses = SiteAnalyses(trainer, folder, lambda: bits_before(trainer.job, self._groups.sums.groups))
         self._asked = budget
+        self._replay = ModelReplay(site, lambda: trainer.experiment, trainer.log_privately)
         self._last: tuple[object, Job] | None = None
         self._numbers = 0
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """Kinds of messages that the site answers."""
-        return (*SESSION_STEPS, "result") if self._trainer.scoring == "masked" else (*SESSION_STEPS, "score", "result")
+        relayed: tuple[Kind, ...] = ("relay",) if self._agreed.verify else ()
+        if self._trainer.scoring == "masked":
+            return (*SESSION_STEPS, *relayed, "result")
+        return (*SESSION_STEPS, "score", "result")
 
     @cached_property
     def figures(self) -> str:
@@ -88,15 +94,22 @@ class MaskedAnswers:
             return {}, [self._masked(envelope)], None
         if kind == "keys":
             self._analyses.begin()
-        fewest, most = (0, 0) if kind == "keys" else (1, 3) if kind == "unmask" else (1, 1)
+        linked = int(self._agreed.verify)
+        limits: dict[str, tuple[int, int]] = {"keys": (linked, linked), "unmask": (1, 3)}
+        fewest, most = limits.get(kind, (1, 1))
         steps: dict[str, Callable[..., bytes]] = {
             "keys": member.keys, "shares": member.shares, "open": member.open, "agree": member.agree,
             "count": member.count, "unmask": member.reveal,
         }  # fmt: skip
         with publish_reasons():
+            if kind == "relay":
+                return {}, [self._replay.add(head["round"], head["session"], arrays)], None
             if not fewest <= len(arrays) <= most:
                 raise WireError(f"expected {fewest} to {most} arrays, got {len(arrays)}")
-            return {}, [steps[kind](head["round"], head["session"], *arrays)], None
+            if kind == "keys" and linked:
+                self._replay.check_link(head["round"], arrays[0])
+            with self._replay.watch("a new session") if kind == "shares" and linked else nullcontext():
+                return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
         """Return how many masked numbers the arrays of the newest answer contain, including its counters.
@@ -128,7 +141,10 @@ class MaskedAnswers:
             if (terms.round, terms.trains) != (t, trains):
                 raise Broken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
-            check_models(terms, download, models)
+            if self._agreed.verify:
+                download, models = self._replay.own_messages(terms, download, models)
+            else:
+                check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))
         with publish_reasons():
             check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
@@ -145,7 +161,7 @@ class MaskedAnswers:
         if terms.scored >= 0:
             vector, counts = self._computed_once(lambda: self._scored(job, terms, models))
             vectors.append(vector)
-        if trains:
+        if download is not None:
             with publish_reasons():
                 if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                     raise Broken(
@@ -156,9 +172,7 @@ class MaskedAnswers:
             weights = terms.share(job, client), float(job.masses[client])
             with publish_reasons():
                 stays_neutral = self._member.stays_neutral
-            new = trainer.train(
-                job, state, t, envelope.arrays[0], self._send(weights), weights, stays_neutral=stays_neutral
-            )
+            new = trainer.train(job, state, t, download, self._send(weights), weights, stays_neutral=stays_neutral)
             vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
             if UploadVector(job, trainer.forms.idle).is_counted:
                 own = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS

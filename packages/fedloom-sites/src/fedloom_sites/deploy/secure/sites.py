@@ -13,20 +13,19 @@ from fedloom.analyses.patients import GroupScore
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
-from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
+from fedloom.processes.clients import ScoreRequest, Scores, TrainRequest, TrainResult
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
-from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import Request
-from fedloom_sites.deploy.protocol.lengths import absolute
+from fedloom_sites.deploy.replay import decode_sum, result_of
 from fedloom_sites.deploy.secure.counters import AnswerCounts
-from fedloom_sites.deploy.secure.protocol import Broken, Integers
+from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.sums import SecureSums, Sum, Weights
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom_sites.deploy.server.sites import AnalysisSum, Sites
 from fedloom_sites.deploy.server.transport import Transport
-from fedloom_sites.deploy.settings import Server, bound_of
+from fedloom_sites.deploy.settings import Server
 from fedloom_sites.transport.forms import Forms, is_common
 
 Figure = tuple[float, int]
@@ -40,8 +39,11 @@ class MaskedSites(Sites):
         super().__init__(job, forms, transport, settings, group_sums)
         assert settings.secure is not None
         private = accounted(job.setting.upload_transform, job.setting.aggregator) is not None
-        self._sessions, self._agreed = SecureSums(transport, settings, is_noisy=private), settings.secure
+        self._agreed = settings.secure
         self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
+        length = self._uploads.length
+        self._sessions = SecureSums(transport, settings, is_noisy=private, run=job.setting, length=length)
+        self._check_verifiable()
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
         self._groups = list[GroupScore]()
@@ -73,13 +75,11 @@ class MaskedSites(Sites):
         shares = {c: share for c, share in everyone if bool(self._transport.sizes[c, 0])}
         download = forms.write_down(down, request.server)
         scored, asks = self._scores_in_same_session(t, shares)
-        scale = max(map(abs, shares.values()), default=0.0) or 1.0
         n = self._uploads.length
 
         def read(total: Integers, count: int) -> tuple[Any, Tensor, int, dict[Any, Figure]]:
-            sums, work, clipped = self._uploads.decode(total[:n], count, scale)
-            self._check_length(sums, count, scale)
-            return sums, work, clipped, self._figures.decode(total[n:], count) if len(total) > n else {}
+            uploads = decode_sum(job, self._uploads, total, count, shares, self._agreed.norm_bound)
+            return *uploads, self._figures.decode(total[n:], count) if len(total) > n else {}
 
         def request_sum(scored: int, asks: Mapping[int, Request], *, again: bool = False) -> Sum:
             terms = self._terms(t, shares, asks, scored, download)
@@ -111,10 +111,7 @@ class MaskedSites(Sites):
         paper = [int(message.lengths()[1]) for message in messages]
         traffic = [session.traffic[0], session.traffic[1] + len(download), *paper]
         counts = torch.tensor([*work.tolist(), *(len(session.clients) * one for one in traffic)])
-        summed = torch.isin(request.ids, torch.tensor([*session.clients]))
-        alike = isinstance(job.setting.aggregator, SharedMean)
-        total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
-        yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
+        yield result_of(job, request.ids, session.clients, parts, shares, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
         """Log how many sites have answered a round without using their samples.
@@ -235,7 +232,7 @@ class MaskedSites(Sites):
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
         """Build the terms of a session."""
-        first = next(iter(asks.values()), None)
+        first, link = next(iter(asks.values()), None), self._sessions.link(t - (download is not None)).hex()
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
         return Terms(
             round=t,
@@ -243,12 +240,37 @@ class MaskedSites(Sites):
             sizes=tuple(map(tuple, self._transport.sizes.tolist())),
             cohort=tuple(sorted(cohort)),
             accepted=tuple(self._accepted(c)["accepted"] for c in sorted(cohort)),
-            download="" if download is None else hashlib.sha256(download).hexdigest(),
+            download="" if download is None else link or hashlib.sha256(download).hexdigest(),
             scored=scored,
             common=first is not None and bool((first.more or {})["global"]),
-            models=tuple(digests),
+            models=(link,) if digests and link else tuple(digests),
             figures=tuple(self._transport.figures) if scored >= 0 else (),
         )
+
+    def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
+        link = self._sessions.link(request.round).hex()
+        return (link,) if link else super()._model_digests(request, client)
+
+    def _check_verifiable(self) -> None:
+        """Raise an error if the sites cannot verify the sums of this run, before its first round.
+
+        Raises:
+            Refused: a site has no training samples, or the relayed vectors of all sites are too long for a message.
+        """
+        if not self._agreed.verify:
+            return
+        sizes, limit = self._transport.sizes, self._settings.message_limit
+        if without := (sizes[:, 0] == 0).nonzero().flatten().tolist():
+            raise Refused(
+                f"with verify, every site needs training samples, but client {without[0]} has none. Leave the site out "
+                "of the agreement, or omit verify in the table secure"
+            )
+        longest = len(sizes) * (8 * (self._uploads.length + self._figures.length) + SIGNATURE_BYTES)
+        if longest > limit:
+            raise Refused(
+                f"with verify, every site receives the masked vectors of all sites ({longest} bytes), but "
+                f"message_limit is {limit}. Raise message_limit at the server and at all sites, or omit verify"
+            )
 
     def _weights(self, terms: Terms) -> Weights:
         """Return every site's weights in the sums of a session, computed in the same way as at the sites."""
@@ -272,24 +294,3 @@ class MaskedSites(Sites):
 
     def _accepted(self, client: int) -> dict[str, Any]:
         return {"accepted": int(self.accepted[client])}
-
-    def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
-        """Check that the norms of summed differences are within their bounds.
-
-        For a change of a kept row, the bound is twice as large.
-
-        Raises:
-            Broken: the norm of a summed difference exceeds its bound.
-        """
-        if isinstance(self._job.setting.aggregator, SharedMean):
-            return
-        down = self._job.oracle.layout.d
-        for name, value in sums.items():
-            kind, most = self._job.fields[name], count * bound_of(self._agreed.norm_bound, name)
-            if absolute(kind, value.shape[0], down) or not (kind.primary or value.shape[0] > 1):
-                continue
-            norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
-            if norm > most * (1 + 1e-6) + 1e-6:
-                raise Broken(
-                    f"the norm of the sum of {name} over {count} sites is {norm:.4g}, but it can be at most {most:.4g}"
-                )

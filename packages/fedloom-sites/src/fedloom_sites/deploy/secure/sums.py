@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedloom.engine import Setting
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom_sites.deploy.protocol.envelope import Kind, Request
 from fedloom_sites.deploy.protocol.identity import NONCE_BYTES, verifying_key
+from fedloom_sites.deploy.relay import Relays
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
 from fedloom_sites.deploy.secure.changes import Changes, States
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
-from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
+from fedloom_sites.deploy.secure.protocol import KEY_BYTES, SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.stages import Progress, Stage
 from fedloom_sites.deploy.secure.terms import Terms, check_summands
 from fedloom_sites.deploy.server.transport import Transport
@@ -71,9 +73,14 @@ class SecureSums:
         settings: settings of the server, which include secure aggregation.
         is_noisy: True if the sums contain noise that the privacy accounting covers, so that they may cover different
             sites each time.
+        run: the run, whose sums the sites verify if they have agreed to do so.
+        length: length of an upload.
     """
 
-    def __init__(self, transport: Transport, settings: Server, *, is_noisy: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, settings: Server, *, is_noisy: bool = False, run: Setting | None = None,
+        length: int = 0,
+    ) -> None:  # fmt: skip
         assert settings.secure is not None
         self._transport, self._settings, self._agreed = transport, settings, settings.secure
         self._agreement = settings.secure.digest(settings.fingerprint)
@@ -83,6 +90,36 @@ class SecureSums:
         self._changes_path = settings.checkpoints / "summed-sites.json"
         agreed = settings.secure
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
+        self._relays = Relays(settings, run, length) if agreed.verify and run is not None else None
+
+    def link(self, t: int) -> bytes:
+        """Return the link of the chain of opened sums after round ``t``, or empty bytes if sites do not verify sums."""
+        return b"" if self._relays is None else self._relays.link(t)
+
+    def _relay(self, terms: Terms, cohort: list[int]) -> list[int]:
+        """Send the records of opened sums to the sites that lack them, and return the sites that have opened all.
+
+        Raises:
+            RunStopped: too few sites have opened all sums.
+        """
+        t = terms.round - terms.trains
+        for r in [] if self._relays is None else self._relays.missing(t, cohort):
+            assert self._relays is not None
+            lacking = self._relays.missing(t, cohort).get(r, [])
+            nonce, parts = self._relays.read(r)
+            ask = {
+                c: Request("relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, most=KEY_BYTES)
+                for c in lacking
+            }
+            need = max(0, self._agreed.threshold - len(cohort) + len(lacking))
+            wanted = {c for c in lacking if self._name(c) in self._changes.sites}
+            replies = self._transport.collect_replies(terms.round, ask, need, wanted)
+            opened = {c for c, reply in replies.items() if self._relays.acknowledge(r, c, reply.value)}
+            if other := {*replies} - opened:
+                reason = f"round {r}: {self._names(other)} computes another sum from the relayed messages"
+                self._transport.note("other sum", r, other, reason)
+            cohort = [c for c in cohort if c not in lacking or c in opened]
+        return cohort
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
         """Return the previously requested sum for one of these kinds and rounds, or None if there is none."""
@@ -134,6 +171,9 @@ class SecureSums:
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED_SHARE_BYTES
         up = len(pending.adverts) // n + n * part + SIGNATURE_BYTES + 8 * length + n * (4 + secure.KEY_BYTES)
         down = len(pending.adverts) + n * (part + 4 + SIGNATURE_BYTES) + len(terms.encode())
+        if self._relays is not None and terms.trains:
+            record = 8 * length + 2 * (4 + SIGNATURE_BYTES) + n * (4 + KEY_BYTES)
+            up, down = up + SIGNATURE_BYTES, down + len(pending.adverts) + len(pending.clients) * record
         return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down], counts)
 
     # --------------------------------------------------------------------------------------- until shares are asked for
@@ -142,7 +182,7 @@ class SecureSums:
         """Run all steps of a session except the last, and return the masked sum. Nothing is revealed at this point."""
         while True:
             cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
-            cohort = self._same_sites(terms, weights, cohort)
+            cohort = self._relay(terms, self._same_sites(terms, weights, cohort))
             self._check_summands(terms.round, weights, cohort)
             session_sum = self._begun(terms, weights, cohort, request, length, counted)
             if session_sum is not None:
@@ -157,8 +197,9 @@ class SecureSums:
         """
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
-        name = secure.session_name(self._agreement, t, course.nonce)
-        ask = {c: Request("keys", c) for c in cohort}
+        link = self.link(t - terms.trains)
+        name = secure.session_name(self._agreement, t, course.nonce, link)
+        ask = {c: Request("keys", c, [link] if link else []) for c in cohort}
         course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
         everyone = secure.write_adverts(adverts.values())
         session = secure.session_of(name, self._agreed.threshold, adverts.values())
@@ -175,26 +216,33 @@ class SecureSums:
             course,
             "masked" if terms.trains else "tally",
             ask,
-            lambda c, m: read_vector(m, length, text, public[c], bound if counted else None),
-            most=SIGNATURE_BYTES + 8 * length + counters.COUNTERS_BYTES + secure.MAX_SITES * (4 + SIGNATURE_BYTES),
+            lambda c, m: read_vector(
+                m, length, text, public[c], bound if counted else None, bound if link and terms.trains else None
+            ),
+            most=2 * SIGNATURE_BYTES + 8 * length + counters.COUNTERS_BYTES + secure.MAX_SITES * (4 + SIGNATURE_BYTES),
             wanted=wanted,
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
         if accusations and self._judge(course, session, accusations, sealed):
             return None
-        vectors: dict[int, tuple[bytes, Integers, bytes]] = {c: a for c, a in answers.items() if c not in accusations}
+        vectors: dict[int, tuple[bytes, Integers, bytes, bytes]] = {
+            c: a for c, a in answers.items() if c not in accusations
+        }
         if self._exclude_revealing(terms, [*vectors]) != [*vectors]:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would reveal the upload of a single site")
         self._check_summands(t, weights, vectors)
         self._check_leaving(terms, weights, vectors)
-        total: Integers = np.sum([vector for _, vector, _ in vectors.values()], axis=0, dtype=np.uint64)
-        signed = {c: signature for c, (signature, _, _) in vectors.items()}
-        masked_counters = {c: one for c, (_, _, one) in vectors.items()} if counted else {}
+        total: Integers = np.sum([vector for _, vector, _, _ in vectors.values()], axis=0, dtype=np.uint64)
+        signed = {c: signature for c, (signature, _, _, _) in vectors.items()}
+        masked_counters = {c: one for c, (_, _, one, _) in vectors.items()} if counted else {}
         if vectors.keys() != sealed.keys():
             arrived = secure.join_parts(dict.fromkeys(vectors, b""))
             text = secure.statement(bound, vectors)
             ask = {c: Request("agree", c, [arrived]) for c in vectors}
             _, signed = self._step(course, "agree", ask, lambda c, m: read_signature(m, text, public[c]))
+        if self._relays is not None and terms.trains:
+            parts = {c: part for c, (_, _, _, part) in vectors.items()}
+            self._relays.keep_vectors(t, course.nonce, terms, everyone, signed, parts)
         return PendingSum(
             t,
             course.nonce,
@@ -207,6 +255,7 @@ class SecureSums:
             terms.model_digests,
             total,
             counters=masked_counters,
+            link=link,
         )
 
     def _judge(
@@ -362,7 +411,7 @@ class SecureSums:
         while pending.attempts < MAX_ATTEMPTS:
             self._unmasked.keep(pending := pending._replace(attempts=pending.attempts + 1))
             try:
-                total = self._open(pending)
+                total, answers = self._open(pending)
             except Broken as error:
                 why = str(error)
                 self._transport.note("wrong shares", t, pending.clients, f"round {t}: {error}")
@@ -373,6 +422,8 @@ class SecureSums:
                 why = f"{error}. A sum does not show which site's vector is wrong"
                 self._unmasked.keep(pending := pending._replace(attempts=MAX_ATTEMPTS))
                 continue
+            if self._relays is not None and "uploads" in pending.sums:
+                self._relays.complete(t, answers, pending.clients, total)
             self._unmasked.keep(pending := pending._replace(total=total, told=True))
             return pending
         raise GivenUp(
@@ -414,11 +465,11 @@ class SecureSums:
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
         """Rebuild the session of a requested sum."""
-        name = secure.session_name(self._agreement, pending.round, pending.nonce)
+        name = secure.session_name(self._agreement, pending.round, pending.nonce, pending.link)
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
-    def _open(self, pending: PendingSum) -> Integers:
-        """Request the shares that unmask a sum, and return the sum without masks.
+    def _open(self, pending: PendingSum) -> tuple[Integers, dict[int, dict[int, bytes]]]:
+        """Request the shares that unmask a sum. Return the sum without masks, and the right shares of each site.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
@@ -434,7 +485,8 @@ class SecureSums:
         secrets, wrong = shares.restored(session, pending.shared, pending.clients, answers)
         for client in sorted(wrong):
             self._leave_out(pending.round, client, "its shares of the others' secrets are wrong")
-        return secure.unmasked(session, bound, pending.clients, pending.total, secrets)
+        right = {c: one for c, one in answers.items() if c not in wrong}
+        return secure.unmasked(session, bound, pending.clients, pending.total, secrets), right
 
     # ---------------------------------------------------------------------------------------------------------- inside
 

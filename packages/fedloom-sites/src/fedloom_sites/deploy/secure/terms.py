@@ -85,7 +85,11 @@ class Terms(Value):
     )
     cohort: tuple[Count, ...] = Field(max_length=MAX_SITES, description="requested sites, in ascending order")
     accepted: tuple[Count, ...] = Field(max_length=MAX_SITES, description="last accepted round of every requested site")
-    download: str = Field("", description="SHA-256 of the message from which every site of the cohort trains")
+    download: str = Field(
+        "",
+        description="SHA-256 of the message from which every site of the cohort trains. If sites verify the sums, the "
+        "newest link of their chain (see `fedloom_sites.deploy.relay`), also in `models`",
+    )
     scored: int = Field(-1, ge=-1, description="round whose models are scored (-1: none)")
     common: bool = Field(False, description="whether the global model is scored")
     models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of every message with models to score")

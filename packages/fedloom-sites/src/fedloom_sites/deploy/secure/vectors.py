@@ -19,9 +19,11 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.seeds import generator
 from fedloom_sites.deploy.noise import SharedMean
+from fedloom_sites.deploy.protocol.lengths import absolute
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
+from fedloom_sites.deploy.settings import NormBound, bound_of
 from fedloom_sites.transport.forms import score_names
 
 WORK_COUNTS = 3
@@ -162,6 +164,34 @@ class UploadVector:
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
         return numbers
+
+
+def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float, bound: NormBound | None) -> None:
+    """Check that the norms of summed differences are within their bounds.
+
+    For a change of a kept row, the bound is twice as large.
+
+    Args:
+        job: run on the server's side.
+        sums: decoded fields of a sum.
+        count: number of sites in the sum.
+        scale: see `UploadVector.decode`.
+        bound: agreed bound of one site's norm.
+
+    Raises:
+        Broken: the norm of a summed difference exceeds its bound.
+    """
+    if isinstance(job.setting.aggregator, SharedMean):
+        return
+    for name, value in sums.items():
+        kind, most = job.fields[name], count * bound_of(bound, name)
+        if absolute(kind, value.shape[0], job.oracle.layout.d) or not (kind.primary or value.shape[0] > 1):
+            continue
+        norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
+        if norm > most * (1 + 1e-6) + 1e-6:
+            raise Broken(
+                f"the norm of the sum of {name} over {count} sites is {norm:.4g}, but it can be at most {most:.4g}"
+            )
 
 
 def bits_before(job: Job, groups: Sequence[str]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from fedloom.analyses.registry import ANALYSES, name_of
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
-from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
-from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, Times, initial_state
 from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT_COLUMN, VERSION_COLUMN
@@ -31,7 +28,7 @@ from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles.precision import undisturbed
 from fedloom.rows.channels import GaussianNoise
 from fedloom.rundir import SUMMARY_FILE
-from fedloom.schedule import Stream, Synchronous
+from fedloom.schedule import Stream
 from fedloom.storage import lock
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
@@ -39,8 +36,9 @@ from fedloom_sites.deploy.analyses import agreed_analyses
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.groups import GroupSums, agreed_groups, min_rows
-from fedloom_sites.deploy.noise import SharedMean, deployed, remaining_noise
+from fedloom_sites.deploy.noise import SharedMean, remaining_noise
 from fedloom_sites.deploy.ops.status import serve_metrics
+from fedloom_sites.deploy.replay import make_server_job
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.sites import MaskedSites
 from fedloom_sites.deploy.secure.vectors import bits_before
@@ -51,8 +49,6 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.setting_files import check_version
 from fedloom_sites.deploy.settings import Server
 from fedloom_sites.deploy.site.ledger import Ledger
-from fedloom_sites.deploy.site.local_data import federation_of
-from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 Say = Callable[[str], None]
@@ -87,7 +83,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     check_version(settings)
     experiment = read_agreed(settings, workers=1, clients_per_batch=1)
     masked, start = settings.secure is not None, settings.start is not None
-    check_deployable(experiment, masked=masked, start=start, clients=settings.clients)
+    check_deployable(experiment, masked=masked, start=start, clients=settings.clients, verify=settings.verifies)
     with lock(settings.checkpoints):
         ended = finished(settings)
         if ended is not None:
@@ -122,8 +118,9 @@ def finished(settings: Server) -> Stop | None:
 
 
 def check_deployable(
-    experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None
-) -> None:
+    experiment: Experiment, *, masked: bool = False, start: bool = False, clients: int | None = None,
+    verify: bool = False,
+) -> None:  # fmt: skip
     """Raise an error for settings that only simulations support or, if ``masked``, that need individual uploads.
 
     Args:
@@ -131,6 +128,7 @@ def check_deployable(
         masked: True for a run with secure aggregation.
         start: True if the agreement contains the digest of the file with the initial model.
         clients: number of sites in the experiment. None if the number is not known yet.
+        verify: True if every site opens the masked sums itself (see `check_maskable`).
 
     Raises:
         ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
@@ -180,7 +178,7 @@ def check_deployable(
         setting.method, setting.upload_transform, setting.aggregator, setting.sampler, setting.aggregation_weights
     )
     if masked:
-        check_maskable(setting)
+        check_maskable(setting, verify=verify)
 
 
 def counts_samples(setting: Setting) -> str:
@@ -200,29 +198,6 @@ def counts_samples(setting: Setting) -> str:
     )
 
 
-def make_server_job(settings: Server, experiment: Experiment, sizes: Tensor) -> tuple[Job, Any, Forms]:
-    """Return a run without samples and client state, with its initial state and its message formats.
-
-    Rounds of this run use the quorum in the server's settings, not that of the engine.
-
-    Args:
-        settings: settings of the server.
-        experiment: the agreed experiment.
-        sizes: ``[n, 3]`` numbers of training, validation and test samples of every site.
-    """
-    fed = federation_of(settings.samples, sizes)
-    setting = experiment.methods[0].setting
-    setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
-    schedule = setting.schedule  # which is of real time; `check_deployable` has looked at it
-    scored = setting.evaluate.with_(batchnorm_stats="own")  # as sites score
-    planned = setting.with_(schedule=Synchronous(), evaluate=scored)
-    job, server = make_job(planned, fed, folder=settings.checkpoints)
-    forms = Forms(job, server)
-    noisy = deployed(job.setting, settings.survivors)
-    job = replace(job, setting=noisy.with_(schedule=schedule, evaluate=setting.evaluate))
-    return job.drop_states(), server, forms
-
-
 def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
     """Return the number of finished rounds and the global model of the newest checkpoint, as a state dict.
 
@@ -237,7 +212,8 @@ def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
     if loaded is None or not loaded.meta["round"]:
         return 0, None
     experiment = read_agreed(settings, workers=1, clients_per_batch=1)
-    job, server, _ = make_server_job(settings, experiment, torch.tensor(loaded.meta["more"]["sizes"]))
+    sizes = torch.tensor(loaded.meta["more"]["sizes"])
+    job, server, _ = make_server_job(settings, experiment, sizes, settings.checkpoints)
     state = initial_state(job, server).restored(loaded.meta["round"], loaded.tensors, [], Times())
     shared = job.algorithm.global_model(state.server)
     if shared is None or experiment.common.model.adapters is not None:
@@ -296,7 +272,8 @@ class _Run(Hooks):
     def _run(self) -> End:
         """Run the remaining rounds, and return the reason for the end."""
         settings, audit = self._settings, self._audit
-        job, server, forms = make_server_job(settings, self._experiment, self._transport.sizes)
+        sizes, folder = self._transport.sizes, settings.checkpoints
+        job, server, forms = make_server_job(settings, self._experiment, sizes, folder)
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
         groups = GroupSums(job, agreed_groups(self._experiment, settings.samples), min_rows(self._experiment))
         sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings, groups)
@@ -415,6 +392,7 @@ class _Run(Hooks):
             self._transport.sizes.copy_(sizes)
             self._transport.presence.fix()
         by = counts_samples(self._experiment.methods[0].setting.resolved())
+        by = by or ("verify" if self._settings.verifies else "")
         self._transport.gather(by if sizes is None else "")
 
     def _checkpoint_sizes(self) -> Tensor | None:

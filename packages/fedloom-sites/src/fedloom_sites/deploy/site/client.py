@@ -219,7 +219,7 @@ class Client:
             Rewound: the round is wrong. The message contains both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
-        if kind == "hello":
+        if kind in ("hello", "relay"):
             return
         trains = kind in ("train", "ask", "masked")
         behind, _ = self._memory.accepted()

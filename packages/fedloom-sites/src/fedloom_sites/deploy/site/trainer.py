@@ -108,7 +108,7 @@ class Trainer:
         check_version(self.site)
         experiment = read_agreed(self.site, clients_per_batch=1, workers=1)
         if self.site.secure is not None:
-            check_maskable(experiment.methods[0].setting)
+            check_maskable(experiment.methods[0].setting, verify=self.site.secure.verify)
         return experiment
 
     @property

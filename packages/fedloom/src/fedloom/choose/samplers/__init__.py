@@ -1,4 +1,4 @@
-"""Samplers, which choose the clients that take part in each round."""
+"""Samplers, which choose the clients that participate in each round."""
 
 from fedloom.choose.samplers._base import Sampler
 from fedloom.choose.samplers.availability import Availability

@@ -1,4 +1,4 @@
-"""Base classes of samplers, and the functions for random draws that samplers share."""
+"""Base classes of samplers, and functions for random draws that samplers share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sampler(Value, ABC):
 
     @property
     def learns(self) -> bool:
-        """True if the sampler uses the replies of individual clients after a round (`learn`)."""
+        """True if the sampler uses replies from individual clients after a round (`learn`)."""
         return False
 
     @property
@@ -45,7 +45,7 @@ class Sampler(Value, ABC):
 
     @property
     def by_samples(self) -> bool:
-        """True if clients are drawn in proportion to their samples, so that all clients of a cohort weigh the same."""
+        """True if clients are drawn in proportion to their samples, so that all clients in a cohort weigh the same."""
         return False
 
     def adapted(self, n: int) -> Self:
@@ -66,24 +66,24 @@ class Sampler(Value, ABC):
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
-        """Draw the cohort, and return it with the new state.
+        """Draw the cohort, and return it together with the new state.
 
         Args:
             state: state after the previous round.
             info: answers of the candidates, in the order of `query`.
-            ctx: context with all clients.
+            ctx: context of all clients.
 
         Returns:
             Ids of the cohort, in ascending order. A client that is drawn twice (`repeats`) trains once, and its share
             in the mean is doubled. Fields that are accumulated over rounds or stored are an exception, because they
-            have one term per client.
+            contain one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
-        """Return reports ``[m, k]`` on trained models ``[m, d]``, which clients send with their replies for `learn`.
+        """Return reports ``[m, k]`` about trained models ``[m, d]``, which clients send with their replies for `learn`.
 
-        This function runs at the client, and its computations are recorded as work and traffic. If it returns None, the
-        server uses the uploads themselves.
+        This function runs at the client, and its computations are recorded as work and traffic. If None is returned,
+        the server uses the uploads themselves.
         """
         return None
 
@@ -91,22 +91,22 @@ class Sampler(Value, ABC):
         """Return the new state after the accepted replies have arrived.
 
         Args:
-            state: state returned by `apply`.
-            replies: one row per client, in the order of ``ctx.ids``. A row is the client's report, or without reports
-                its model minus the model that it received, ``[m, d]``.
+            state: state that `apply` returned.
+            replies: one row per client, in the order of ``ctx.ids``. A row is the client's report or, if there are no
+                reports, its model minus the model that it received, ``[m, d]``.
             ctx: context with the accepted cohort.
         """
         return state
 
     def check(self, n: int) -> None:
-        """Raise if the sampler does not work with ``n`` clients.
+        """Raise an error if the sampler does not work with ``n`` clients.
 
         Raises:
             ConfigError: the sampler does not work with this number of clients. The message states the reason.
         """
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Return notes for the user if the choice of the sampler has no effect in this federation."""
+        """Return notes for the user if the choice of the sampler has no effect on this federation."""
         return []
 
     def smallest(self, n: int) -> int | None:
@@ -143,7 +143,7 @@ class SizedSampler(Sampler, ABC):
         return max(round(self.fraction * n), 1) if self.clients is None else self.clients
 
     def check(self, n: int) -> None:
-        """Raise if the sampler draws more clients than there are."""
+        """Raise an error if the sampler draws more clients than there are."""
         if self.clients is not None and self.clients > n:
             raise ConfigError(
                 f"sampler.clients must be at most the number of clients in the federation ({n}), got {self.clients}",
@@ -156,7 +156,7 @@ class SizedSampler(Sampler, ABC):
         return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
-        """Use ``fraction`` or ``clients`` of the other sampler if this sampler does not set either."""
+        """If this sampler sets neither ``fraction`` nor ``clients``, use the setting of the other sampler."""
         size_fields, named = ("fraction", "clients"), other.model_fields_set
         if not isinstance(other, SizedSampler) or self.model_fields_set.intersection(size_fields):
             return self
@@ -174,7 +174,10 @@ def masses(ctx: Ctx, by: Masses) -> Tensor:
 
 
 def draw_distinct(n: int, k: int, generator: torch.Generator) -> Tensor:
-    """Return the first ``k`` elements of ``torch.randperm(n)``. If k is small, not all n elements are shuffled."""
+    """Return the first ``k`` elements of ``torch.randperm(n)``.
+
+    If k is small, only some of the n elements are shuffled.
+    """
     if 16 * k > n:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)

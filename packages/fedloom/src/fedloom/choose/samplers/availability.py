@@ -17,9 +17,9 @@ class Availability(SizedSampler):
     """Sampler that draws uniformly among the available clients, given by a recorded table or by cycles of fixed length.
 
     Row t of the table marks the clients that are available in round t. After the last row, the table is repeated from
-    the start. Without a table, client i is available in the first ``on`` rounds of every cycle of ``period`` rounds,
-    and the cycles of client i start i rounds earlier than those of client 0. If fewer clients are available than the
-    sampler draws, all available clients take part.
+    the start. If there is no table, client i is available in the first ``on`` rounds of every cycle of ``period``
+    rounds, and the cycles of client i start i rounds earlier than those of client 0. If fewer clients are available
+    than the sampler would draw, all available clients participate.
     """
 
     kind: ClassVar[str] = "availability"
@@ -55,7 +55,7 @@ class Availability(SizedSampler):
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """Raise if the table does not have n columns, or if a round has no available client."""
+        """Raise an error if the table does not have n columns, or if no client is available in some round."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:
@@ -84,7 +84,7 @@ class Availability(SizedSampler):
         return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw m of the available clients, or take all of them if there are fewer."""
+        """Draw m of the available clients, or all of them if fewer than m are available."""
         present = self.present(ctx.round, ctx.n).nonzero()[:, 0]
         order = torch.randperm(len(present), generator=ctx.rng("cohort"))
         return present[order[: self.size(ctx.n)]].sort().values, state

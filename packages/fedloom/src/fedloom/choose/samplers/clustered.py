@@ -1,4 +1,4 @@
-"""Clustered sampling, which draws one client from each of m distributions and makes the mean of the cohort unbiased."""
+"""Clustered sampling, which draws one client from each of m distributions so that the cohort's mean is unbiased."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Distance = Literal["arccos", "l1", "l2"]
 
 
 class Gradients(NamedTuple):
-    """Representative gradients g ``[n, d]``, which are G_i = w_i - w_t and zero before a client's first round."""
+    """Representative gradients g ``[n, d]``, which are G_i = w_i - w_t, or zero before a client's first round."""
 
     g: Tensor
 
@@ -26,7 +26,7 @@ class Gradients(NamedTuple):
 class Clustered(SizedSampler):
     """Sampler that draws one client from each of m distributions W_k with sum_k W_k(i) = m p_i.
 
-    Drawn clients have equal weight.
+    Drawn clients have equal weights.
 
     Reference: Y. Fraboni, R. Vidal, L. Kameni, M. Lorenzi, "Clustered Sampling: Low-Variance and Improved
     Representativity for Clients Selection in Federated Learning", ICML 2021, arXiv:2105.05883, Algorithm 1 (by sample
@@ -34,8 +34,8 @@ class Clustered(SizedSampler):
     distance matrix).
 
     A client that is drawn from two distributions trains once, and its weight in the mean is doubled. If m p_i is above
-    1, client i first fills whole distributions alone. The tree is cut into the largest subtrees whose mass is at most
-    1/m. All masses are computed in numbers of samples, so the probabilities are exact. The server stores n d numbers.
+    1, client i first fills whole distributions by itself. The tree is cut into the largest subtrees whose mass is at
+    most 1/m. All masses are numbers of samples, so that the probabilities are exact. The server stores n d numbers.
     """
 
     kind: ClassVar[str] = "clustered"
@@ -54,7 +54,7 @@ class Clustered(SizedSampler):
 
     @property
     def learns(self) -> bool:
-        """True with Algorithm 2, which uses the clients' updates."""
+        """True for Algorithm 2, which uses the clients' updates."""
         return self.by == "similarity"
 
     @property
@@ -68,7 +68,7 @@ class Clustered(SizedSampler):
         return self.masses == "samples"
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Return a note that sampling has no effect if every client takes part with the same mass."""
+        """Return a note that sampling has no effect if every client participates with the same mass."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
         reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
@@ -156,7 +156,7 @@ def filled(size: Tensor, m: int, groups: list[list[int]], *, separate: bool) -> 
         size: integers n_i, ``[n]``.
         m: number of distributions.
         groups: ids of clients, in the order in which they fill the distributions.
-        separate: True to give each of the first groups a distribution of its own, as long as there are distributions
+        separate: True to give each of the first groups a separate distribution, as long as there are distributions
             left.
     """
     full, total = int(size.sum()), m * size

@@ -1,4 +1,4 @@
-"""Power-of-choice sampling, which takes the candidates with the largest losses."""
+"""Power-of-choice sampling, which selects the candidates with the largest losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Losses(NamedTuple):
 
 
 class PowerOfChoice(SizedSampler):
-    """Sampler that takes the m largest losses among d candidates, drawn without replacement with probabilities n_i / n.
+    """Sampler that takes the m largest losses among d candidates, drawn without replacement with probability n_i / n.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d computes the loss of the global model over all samples (``loss``),
@@ -65,7 +65,7 @@ class PowerOfChoice(SizedSampler):
             )
 
     def remarks(self, ctx: Ctx) -> list[str]:
-        """Return a note that the choice has no effect if every client takes part."""
+        """Return a note that the choice has no effect if every client participates."""
         if self.size(ctx.n) < ctx.n:
             return []
         return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
@@ -102,7 +102,7 @@ class PowerOfChoice(SizedSampler):
         return work.loss(model, work.last_batch())
 
     def learn(self, state: Losses, replies: Tensor, ctx: Ctx) -> Losses:
-        """Return the state with the new losses of the cohort."""
+        """Return the state after the new losses of the cohort have been stored."""
         loss = state.loss.clone()
         loss[ctx.ids] = replies[:, 0].to(loss)
         return Losses(loss)

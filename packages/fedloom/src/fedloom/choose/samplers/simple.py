@@ -33,7 +33,7 @@ class Bernoulli(Sampler):
     probability: float = Field(0.5, gt=0, le=1, description="probability that a client takes part in a round")
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Draw the clients, and one more if there are none."""
+        """Draw the clients. If no client is drawn, draw one."""
         g = ctx.rng("cohort")
         present = torch.rand(ctx.n, generator=g, dtype=torch.float64) < self.probability
         if not bool(present.any()):
@@ -42,14 +42,14 @@ class Bernoulli(Sampler):
 
 
 class SizeWeighted(SizedSampler):
-    """Sampler that draws clients with probabilities p_i = n_i / n. The drawn clients have equal weight.
+    """Sampler that draws clients with probabilities p_i = n_i / n. The drawn clients have equal weights.
 
     References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2. X.
     Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (unbiased, with replacement).
 
-    With replacement, a client may be drawn more than once. The client then trains once, and its share in the mean is
-    multiplied by the number of draws. In sums that a method accumulates over rounds or stores per client, as FedDyn and
-    FLAME do, the client is included once.
+    If clients are drawn with replacement, a client may be drawn more than once. The client then trains once, and its
+    share in the mean is multiplied by the number of draws. In sums that a method accumulates over rounds or stores for
+    each client, as FedDyn and FLAME do, the client is included once.
     """
 
     kind: ClassVar[str] = "size-weighted"
@@ -59,7 +59,7 @@ class SizeWeighted(SizedSampler):
 
     @property
     def repeats(self) -> bool:
-        """True with replacement, because a client may then be drawn more than once."""
+        """True if clients are drawn with replacement, because a client may then be drawn more than once."""
         return self.replacement
 
     @property
@@ -68,7 +68,7 @@ class SizeWeighted(SizedSampler):
         return True
 
     def smallest(self, n: int) -> int | None:
-        """Return None with replacement, because a client may then be drawn more than once."""
+        """If clients are drawn with replacement, return None, because a client may then be drawn more than once."""
         return None if self.replacement else self.size(n)
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
@@ -83,6 +83,6 @@ class RoundRobin(SizedSampler):
     kind: ClassVar[str] = "round-robin"
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
-        """Return the m clients that come after those of the previous round."""
+        """Return the m clients that follow the clients of the previous round."""
         m = self.size(ctx.n)
         return ((torch.arange(m) + (ctx.round - 1) * m) % ctx.n).sort().values, state

@@ -51,8 +51,8 @@ def make_oracle(
 
     Raises:
         ConfigError: the name is unknown.
-        ConfigError: samples to augment are not images, or the chosen oracle cannot compute the model, or not in this
-            precision.
+        ConfigError: samples to be augmented are not images, or the chosen oracle cannot compute the model, or cannot
+            compute it in this precision.
     """
     if augment is not None and len(fed.data.shape) != 3:
         raise Refused(

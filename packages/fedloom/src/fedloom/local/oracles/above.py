@@ -1,4 +1,4 @@
-"""Part of a network above the bodies that `Fused` computes, for which autograd computes all clients at once."""
+"""Part of a network above the bodies that `Fused` computes. Autograd computes this part for all clients at once."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Above:
         return gradients, deltas
 
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Return outputs ``[b, c]`` of one client, and the representation ``[b, k]`` if this part computes it."""
+        """Return outputs ``[b, c]`` of one client and, if this part computes it, the representation ``[b, k]``."""
         with self._holder.holding([*parameters.values()]), caught(self._layer if self.represents else None) as features:
             outputs = self._module.above(*ends)
         return outputs, features[-1].flatten(1) if self.represents else outputs

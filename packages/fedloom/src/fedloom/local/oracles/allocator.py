@@ -9,15 +9,15 @@ MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Parameters of glibc's `mallopt`."""
 
 MAX_BLOCK_BYTES = 32 << 20
-"""Size in bytes of the largest block that is reused, which is the maximum in glibc."""
+"""Size in bytes of the largest block that is reused, which is the maximum that glibc allows."""
 
 MAX_RETAINED_BYTES = 256 << 20
-"""Maximum number of bytes that are kept, which is enough for the temporary rows of several fields of a chunk."""
+"""Maximum number of bytes kept for reuse, which is enough for the temporary rows of several fields of a chunk."""
 
 
 @cache
 def keep_memory() -> None:
-    """Configure the allocator once per process. Nothing happens if the C library does not support it."""
+    """Configure the allocator once for each process. If the C library does not support it, nothing happens."""
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
         change(MMAP_THRESHOLD, MAX_BLOCK_BYTES)

@@ -33,7 +33,7 @@ v``, where v starts at 0.
 """
 
 Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
-"""Function (w, plan, steps [m], form of the step) that takes all steps in place in one call."""
+"""Function (w, plan, steps [m], form of the step) that performs all steps in place in one call."""
 
 
 class Features(NamedTuple):
@@ -63,7 +63,7 @@ class Oracle(ABC):
 
     @property
     def reached(self) -> Tensor | None:
-        """Mask ``[d]`` with 1 for parameters that affect the loss of any sample, and 0 for the others.
+        """Mask ``[d]`` with 1 for parameters that affect the loss of any sample, and 0 for all other parameters.
 
         None if all parameters do.
 

@@ -1,4 +1,4 @@
-"""Forward passes with one sample, which measure activations and find a network's fastest memory format."""
+"""Forward passes with one sample, which measure activations and determine a network's fastest memory format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORWARD_SAMPLES = 4096
 """Maximum number of samples that are evaluated together."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Maximum size in bytes of the largest activation when samples are evaluated together. If `FORWARD_SAMPLES` were the
+"""Maximum size, in bytes, of the largest activation when samples are evaluated together. If `FORWARD_SAMPLES` were the
 only limit, a CNN would take two to three times as long."""
 
 USUAL_BATCH = 20
@@ -50,7 +50,7 @@ def caught(layer: nn.Module | None, *, entering: bool = False) -> Iterator[list[
 def set_training(module: nn.Module, training: bool) -> None:
     """Set the mode of a network, unless it already has this mode.
 
-    Setting the mode visits all layers, which takes time.
+    Setting the mode takes time, because all layers are visited.
     """
     if module.training is not training:
         module.train(training)
@@ -67,8 +67,8 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
     """Find the representation of a network, which is the input of its head.
 
     This is the output of the layer `penultimate`, unless a function such as ``F.relu`` is applied between this layer
-    and the head. To detect this, a ``sample [1, ...]`` is passed through: the two tensors then occupy different memory.
-    If the network itself names a layer, this layer is used without the check.
+    and the head. To detect this, a ``sample [1, ...]`` is passed through the network: the two tensors then occupy
+    different memory. If the network itself names a layer, this layer is used without the check.
 
     Raises:
         ConfigError: the head is the first layer.
@@ -93,9 +93,9 @@ def representing(module: nn.Module, sample: Tensor) -> Spot:
 
 
 def _is_same(output: object, taken: Tensor) -> bool:
-    """Return True if the head's input is the output of the layer, possibly in a different shape.
+    """Return True if the input of the head is the output of the layer, possibly in a different shape.
 
-    Comparing only the values would not suffice, because they could be equal by coincidence.
+    A comparison of only the values would not be sufficient, because they could be equal by coincidence.
     """
     if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() != taken.untyped_storage().data_ptr():
         return False
@@ -142,10 +142,10 @@ def dropout_shapes(module: nn.Module, dropouts: Mapping[str, Dropout], sample: T
 
 
 def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
-    """Return channels last on a CPU if this saves more time in pooling than it costs for the weights of convolutions.
+    """On a CPU, return channels last if this saves more time in pooling than it costs for the weights of convolutions.
 
-    With this format, pooling is several times as fast. On the other hand, a row stores weights and gradients in a
-    different order, so they must be copied in every step.
+    With this format, pooling is several times faster. However, a row stores weights and gradients in a different order,
+    so they must be copied in every step.
     """
     weights = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Conv2d))
     if not weights or sample.dim() != 4 or sample.device.type != "cpu":

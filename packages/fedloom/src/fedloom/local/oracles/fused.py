@@ -1,7 +1,7 @@
-"""Fused oracle, which computes linear layers and pointwise activations of all clients at once and stores no gradient.
+"""Fused oracle, which computes linear layers and pointwise activations of all clients at once and stores no gradients.
 
-The product that yields the gradient of a layer is added directly to ``out`` (which holds the parameters themselves in
-an SGD step).
+The product that yields a layer's gradient is added directly to ``out`` (which holds the parameters themselves in an SGD
+step).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Chain(NamedTuple):
 
 
 def chains_of(module: nn.Module) -> list[Chain] | None:
-    """Return the chain of a network, or the chains of its bodies, or None if Fused cannot compute one of them."""
+    """Return the chain of a network, or the chains of its bodies. Return None if Fused cannot compute one of them."""
     bodies, chains = {"": module}, list[Chain]()
     if isinstance(module, Bodied):
         if type(module).forward is not Bodied.forward or any(map(hooked, module.modules())):
@@ -104,7 +104,7 @@ def chains_of(module: nn.Module) -> list[Chain] | None:
 class Fused(TermNetwork):
     """Oracle that computes stacked networks of linear layers by batched products (see `Network` for the arguments).
 
-    If a network has a part above its bodies (`fedloom.models.parts.Bodied`), autograd computes this part.
+    If a network has a part above its bodies (`fedloom.models.parts.Bodied`), this part is computed by autograd.
 
     Raises:
         ConfigError: the network contains layers other than linear layers and pointwise activations.
@@ -201,7 +201,7 @@ class Fused(TermNetwork):
                 delta = ACTIVATION_DERIVATIVES[type(layer)](layer, delta, values[k], values[k + 1])
 
     def loop_for(self, w: Tensor) -> Descend | None:
-        """Return the compiled loop for networks with ReLU and cross-entropy without randomized inputs, or else None."""
+        """Return the compiled loop for networks with ReLU and cross-entropy and without randomized inputs, or None."""
         return self._descend if self._fits(w, random=True) else None
 
     def _fits(self, rows: Tensor, random: bool) -> bool:

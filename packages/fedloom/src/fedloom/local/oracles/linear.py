@@ -1,4 +1,4 @@
-"""Large linear layers of a network that is trained client by client, computed by compiled products without a gradient.
+"""Large linear layers of a network trained client by client, computed by compiled products without autograd.
 
 They use float32 even if the step uses bfloat16, because reading the weights takes most of the time, and converting them
 would take longer than it saves.
@@ -22,7 +22,8 @@ LARGE_LAYER_WEIGHTS = 1 << 15
 """Minimum number of weights of such a layer. For smaller layers, the overhead of the calls is larger than the gain."""
 
 MAX_LOOP_INPUTS = 256
-"""Maximum number of input vectors in a step. For more, products of other libraries are faster than these loops."""
+"""Maximum number of input vectors in a step. If there are more, products of other libraries are faster than these
+loops."""
 
 
 class Pass:
@@ -41,7 +42,7 @@ class Pass:
         self._deferred.clear()
 
     def end(self) -> None:
-        """Add the weight gradients, whose factors the layers have stored."""
+        """Add the weight gradients whose factors the layers have stored."""
         while self._deferred:
             layer, delta, x = self._deferred.pop()
             self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
@@ -67,7 +68,7 @@ class Pass:
 def prepare(module: nn.Module, layout: Layout) -> Pass:
     """Replace the large linear layers of ``module`` by layers that a `Pass` computes, and return the pass.
 
-    Nothing is replaced if the module contains code other than fedloom's or PyTorch's.
+    If the module contains code other than fedloom's or PyTorch's, nothing is replaced.
 
     Such code may compute gradients itself within a forward or backward pass.
     """
@@ -83,7 +84,7 @@ def prepare(module: nn.Module, layout: Layout) -> Pass:
 
 
 class _Linear(nn.Linear):
-    """Linear layer whose products are computed by a `Pass`."""
+    """Linear layer whose products a `Pass` computes."""
 
     linear: Linear
     shared: Pass

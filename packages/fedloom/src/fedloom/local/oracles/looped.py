@@ -36,7 +36,7 @@ class Looped(TermNetwork):
 
     Batch normalization uses the statistics of the batch. Other buffers and attributes that training changes are reset
     to their initial values before every step, so that clients do not affect each other. If a module draws from the
-    global random generator, the generator is seeded by (seed, round, client, stream, step) for the duration of the
+    global random generator, the generator is seeded with (seed, round, client, stream, step) for the duration of the
     step.
     """
 
@@ -142,7 +142,7 @@ class Looped(TermNetwork):
         return features[-1].flatten(1)
 
     def _lower_parameters(self, views: list[Tensor]) -> list[Tensor]:
-        """Return the parameters, with those of bfloat16 products converted once instead of in every pass."""
+        """Return the parameters. Parameters of bfloat16 products are converted once instead of in every pass."""
         return [view.to(torch.bfloat16) if narrow else view for view, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:

@@ -61,11 +61,12 @@ class Network(Oracle):
         module: the network. It is copied, and never modified.
         task: task that defines the loss.
         fed: clients and their data. The dtype and device of the oracle are those of the data.
-        augment: random changes of the samples when the gradient of a step is computed. Nothing else uses them.
+        augment: random changes that are applied to the samples when the gradient of a step is computed. They are not
+            used for anything else.
 
     Raises:
         LayoutError: no parameter of the network is trainable.
-        ConfigError: a custom loss or metric of the task does not work.
+        ConfigError: a user-defined loss or metric of the task does not work.
     """
 
     low = False
@@ -114,7 +115,7 @@ class Network(Oracle):
         return self.low and batch.draw.stream != PASS_STREAM
 
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
-        """Set the precision for the gradient of a batch inside the block."""
+        """Within the block, set the precision in which the gradient of a batch is computed."""
         return lowered(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class Network(Oracle):
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
         """Return the flattened outputs ``[b, a]`` of a layer for the samples ``index`` under the model ``row [d]``.
 
-        For sequences with a label per position, the result has one row per labeled position.
+        For sequences with a label per position, the result has one row for each position with a label.
 
         Raises:
             ConfigError: the model has no such layer.
@@ -286,8 +287,8 @@ class Network(Oracle):
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
         """Compute normalization statistics of the model ``row`` from the training data of ``ids``, weighted by size.
 
-        Nothing happens if the model has no batch statistics. The oracle's own copy of the model holds the statistics
-        until they are set again.
+        If the model has no batch statistics, nothing happens. The oracle's own copy of the model contains the
+        statistics until they are set again.
         """
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
@@ -310,7 +311,7 @@ class Network(Oracle):
         self._statistics_of = row.clone(), ids.clone()
 
     def _has_statistics_of(self, row: Tensor, ids: Tensor) -> bool:
-        """Return True if the statistics are already set, as for several parts of the same client."""
+        """Return True if the statistics are already set. This can happen if the same client has several parts."""
         latest = self._statistics_of
         return latest is not None and torch.equal(latest[0], row) and torch.equal(latest[1].cpu(), ids.cpu())
 
@@ -331,7 +332,7 @@ class Network(Oracle):
 
     @cached_property
     def draws_evaluated(self) -> bool:
-        """True if the module draws random numbers in evaluation, for example through dropout that stays active."""
+        """True if the module draws random numbers in evaluation mode, for example by dropout that stays active."""
         return draws_itself(self._module, self.fed, trains=False)
 
     @cached_property
@@ -368,7 +369,10 @@ class Network(Oracle):
             p.data = value
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Return samples ``[b, *shape]`` in the module's fastest memory format. The values stay the same."""
+        """Return samples ``[b, *shape]`` in the memory format in which the module is fastest.
+
+        The values remain the same.
+        """
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
 
     def _sample(self) -> Tensor:
@@ -393,7 +397,7 @@ class Network(Oracle):
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     """Multiply ``target`` in place by ``beta``, which is one number or one per client.
 
-    The number 0 sets the target to zero even if old values are not finite.
+    If the number is 0, the target becomes zero even if its old values are not finite.
     """
     if isinstance(beta, Tensor):
         return target.mul_(beta.view(-1, *[1] * (target.dim() - 1)))

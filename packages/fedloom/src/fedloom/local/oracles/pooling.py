@@ -1,7 +1,7 @@
-"""ReLU and the following 2x2 max pooling, computed together on a CPU.
+"""ReLU followed by 2x2 max pooling, both computed in one pass on a CPU.
 
-The results are the same, because max(0, .) and max(.) commute. This way, ReLU processes only a quarter of the elements,
-and the backward pass needs one byte per output instead of the activations of both layers.
+The results are the same, because max(0, .) and max(.) commute. In this way, ReLU processes only a quarter of the
+elements, and the backward pass needs one byte per output instead of the activations of both layers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _joinable(rectifier: nn.Module | None, pool: nn.Module | None) -> bool:
 
 
 class _Waived(nn.ReLU):
-    """ReLU that does nothing unless a hook observes it. The pooling layer after it applies ReLU in any case."""
+    """ReLU that has no effect unless a hook observes it. The pooling layer that follows always applies ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if hooked(self) else x
@@ -82,7 +82,7 @@ def _array(x: Tensor) -> Any:
 
 
 class Pooled(TorchDispatchMode):
-    """Mode that counts the elements per sample that pooling over image windows receives."""
+    """Mode that counts the elements per sample that reach pooling over image windows."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
-"""Precision of gradients: bfloat16 or TF32 if a run chooses it.
+"""Precision of gradients: bfloat16 or TF32, if a run requests it.
 
-With bfloat16, only gradients of steps change. Client rows, updates and passes over all samples keep full precision.
+With bfloat16, only the gradients of steps are different. Client rows, updates and passes over all samples retain full
+precision.
 
-By default, a GPU computes products and convolutions in float32, and TF32 changes all of them.
+By default, a GPU computes products and convolutions in float32. TF32 changes all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
-    """Raise an error if bfloat16 is not available or would save no time.
+    """Raise an error if bfloat16 is not available or would not save any time.
 
     Raises:
         ConfigError: bfloat16 cannot be used. The message states the reason.
@@ -86,9 +87,9 @@ def check_tf32(device: torch.device, dtype: torch.dtype) -> None:
 
 @contextmanager
 def undisturbed(threads: int = 1) -> Iterator[None]:
-    """Use this many threads, tensors on the CPU, and gradients inside the block, regardless of the caller's settings.
+    """Within the block, use this many threads, tensors on the CPU, and gradients, regardless of the caller's settings.
 
-    If the caller has set autocast or reduced precision, this has no effect inside the block, either.
+    If the caller has set autocast or reduced precision, this has no effect inside the block either.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -103,10 +104,10 @@ def undisturbed(threads: int = 1) -> Iterator[None]:
 
 @contextmanager
 def _unrounded() -> Iterator[None]:
-    """Prevent the CPU from rounding the inputs of float32 products and convolutions inside the block.
+    """Within the block, prevent the CPU from rounding the inputs of float32 products and convolutions.
 
-    Since version 2.9, PyTorch has a separate switch for each library. Reading the older switch raises an error if a
-    caller has set the newer switches to different values.
+    Since version 2.9, PyTorch has a separate switch for each library. If a caller has set the newer switches to
+    different values, reading the older switch raises an error.
     """
     older = _readable(torch.get_float32_matmul_precision)
     is_rounded = older not in (None, "highest")
@@ -124,7 +125,7 @@ def _unrounded() -> Iterator[None]:
 
 @contextmanager
 def _switched(switches: Sequence[Any], precision: str) -> Iterator[None]:
-    """Set the precision of these libraries' float32 operations inside the block."""
+    """Within the block, set the precision of these libraries' float32 operations."""
     before = [switch.fp32_precision for switch in switches]
     for switch in switches:
         switch.fp32_precision = precision
@@ -147,7 +148,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
     """Set the precision of a GPU and make its results bit-for-bit reproducible inside the block.
 
     By default, PyTorch rounds the inputs of float32 convolutions to TF32 and uses the fastest algorithms, some of which
-    sum in random order. If an operation of a user's model has no deterministic algorithm, PyTorch issues a warning.
+    sum in random order. If an operation in a user's model has no deterministic algorithm, PyTorch issues a warning.
     """
     if device.type != "cuda":
         yield
@@ -176,7 +177,7 @@ def make_repeatable(device: torch.device, precision: Precision) -> Iterator[None
 
 @cache
 def wake(device: torch.device) -> None:
-    """Compute a first gradient on a GPU with warnings disabled, because PyTorch warns only on the first one."""
+    """Compute a first gradient on a GPU with warnings disabled, because PyTorch warns only about the first one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         x = torch.ones(2, 2, device=device, requires_grad=True)

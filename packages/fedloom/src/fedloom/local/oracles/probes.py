@@ -1,4 +1,4 @@
-"""Probes, which find properties of a network by running a copy of it on a few samples."""
+"""Probes, which determine properties of a network by running a copy of it on a few samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBE_SAMPLES = 32
 """Number of samples, taken from all clients, for trying custom losses and metrics and for finding unused parameters."""
 
 MIXED_TOLERANCE = 1e-4
-"""Largest difference between outputs for the same sample in two batches that counts as a rounding error."""
+"""Largest difference between outputs for the same sample in two batches that is considered a rounding error."""
 
 RANDOM_PASSES = 8
 """Number of passes for a network that draws random numbers. A layer that is dropped with probability 1/2 is missed with
@@ -34,7 +34,7 @@ probability 1/256."""
 def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> bool:
     """Return True if the module draws from a global random generator of torch, NumPy or Python.
 
-    A copy of the module is run on one sample to find out.
+    To find out, a copy of the module is run on one sample.
 
     Args:
         module: the network.
@@ -50,7 +50,7 @@ def draws_itself(module: nn.Module, fed: Federation, *, trains: bool = True) -> 
 def hides_randomness(module: nn.Module, fed: Federation) -> bool:
     """Return True if two passes over one sample differ although the global random generators start in the same state.
 
-    Such a module has its own random generator, or reads a clock or a device.
+    Such a module has a random generator of its own, or reads a clock or a device.
     """
     probe, outputs = _probe(module, fed), list[Tensor]()
     for _ in range(2):
@@ -60,10 +60,11 @@ def hides_randomness(module: nn.Module, fed: Federation) -> bool:
 
 
 def mixes_samples(module: nn.Module, fed: Federation) -> bool:
-    """Return True if the outputs for a sample depend on the other samples of a batch, for example by a wrong axis.
+    """Return True if the outputs for a sample depend on the other samples of a batch, e.g. due to a wrong axis.
 
-    Modules are tried in evaluation mode. Normalization by the statistics of a batch does not count. Each batch is tried
-    twice: if its outputs differ, the module draws or counts by itself, and nothing is known about the batch.
+    Modules are tested in evaluation mode. Normalization by the statistics of a batch is not included. Each batch is
+    tested twice: if the outputs differ, the module itself draws random numbers or counts calls, and nothing is known
+    about the batch.
     """
     if batch_norm_layers(module):
         return False
@@ -95,7 +96,8 @@ def unregistered_modules(module: nn.Module) -> list[str]:
 def fails_stacked(module: nn.Module, fed: Federation) -> str:
     """Return the error message of vmap for the module, or "" if vmap accepts it. vmap must accept a training step.
 
-    To find out, a copy computes a step of two models on one sample each, and then outputs without vmap.
+    To find out, a copy of the model computes one step of two models on one sample each, and then computes outputs
+    without vmap.
     """
     probe = _probe(module, fed)
     for layer in probe.modules():
@@ -116,8 +118,8 @@ def fails_stacked(module: nn.Module, fed: Federation) -> str:
 def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of buffers (except batch statistics) and attributes that training changes.
 
-    Attributes are only considered if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. A copy of the
-    module is run on one sample to find them.
+    Attributes are considered only if their types are in `fedloom.models.imported.CHANGEABLE_TYPES`. To find them, a
+    copy of the module is run on one sample.
     """
     probe = _probe(module, fed)
     values = Values(probe)
@@ -129,8 +131,8 @@ def find_changed_values(module: nn.Module, fed: Federation) -> list[str]:
 def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
     """Return the names of parameters that a forward pass changes, as in `torch.nn.Embedding` with ``max_norm``.
 
-    A copy is run on one sample. A tensor that was written to in place has a new version, even if its values are the
-    same.
+    To do so, a copy is run on one sample. A tensor that was written to in place has a new version, even if its values
+    are the same.
     """
     probe = _probe(module, fed)
     marks = {name: (Mark.record(p), p.detach().clone()) for name, p in trainable(probe).items()}
@@ -145,9 +147,9 @@ def written_parameters(module: nn.Module, fed: Federation) -> list[str]:
 
 
 def unreached_parameters(module: nn.Module, fed: Federation, spot: Spot | None = None) -> list[str]:
-    """Return the names of parameters that affect no sample, such as those of submodules that are never called.
+    """Return the names of parameters that affect no sample, such as the parameters of submodules that are never called.
 
-    A copy is run on `PROBE_SAMPLES` samples, and several times if it draws random numbers.
+    To do so, a copy is run on `PROBE_SAMPLES` samples, and several times if it draws random numbers.
 
     Args:
         module: the network.

@@ -29,7 +29,7 @@ class Linear(NamedTuple):
 
     @classmethod
     def create(cls, layout: Layout, name: str) -> Linear:
-        """Return the linear layer with this name."""
+        """Return the linear layer that has this name."""
         weight, bias = f"{name}.weight", f"{name}.bias"
         at = dict(zip(layout.names, layout.offsets, strict=True))
         outputs, inputs = layout.shapes[layout.names.index(weight)]
@@ -52,13 +52,13 @@ class Stored(NamedTuple):
 
 
 class Products(ABC):
-    """Products of linear layers in one pass through a network.
+    """Products of linear layers during one pass through a network.
 
     Args:
         layout: names and shapes of the model's parameters.
         out: rows ``[m, d]`` that `add_gradient_` changes. It may be the same tensor as ``w``.
         w: parameters ``[m, d]``.
-        beta: factor of ``out``, a number or ``[m, 1]``. If it is 0, old values are discarded, even if they are not
+        beta: factor of ``out``, a number or ``[m, 1]``. If it is 0, the old values are ignored, even if they are not
             finite.
         alpha: factor of the gradient.
         steady: vector ``[m, d]`` that is added, or None.
@@ -167,7 +167,7 @@ class Compiled(Products):
     ) -> None:
         """Take ``steps [m]`` SGD steps for each client, with ``count [k, m, 1]`` samples in each step.
 
-        The loop is `fedloom.kernels.descend`.
+        The compiled loop is `fedloom.kernels.descend`.
         """
         pulled, rate = momentum or (0.0, 0.0)
         d = self._w.shape[1]
@@ -212,7 +212,7 @@ def _room(layers: list[list[int]], samples: Stored, block: int) -> np.ndarray:
 
 
 def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:
-    """Return a layer's outputs ``[N, o]`` under the models ``w [m, d]`` for inputs ``[N, i]`` ordered by client.
+    """For inputs ``[N, i]`` ordered by client, return a layer's outputs ``[N, o]`` under the models ``w [m, d]``.
 
     The rows of client c end before row ``ends[c]``.
     """

@@ -1,6 +1,6 @@
 """Quadratic problems f_i(w) = 1/2 (w - c_i)' A_i (w - c_i), for which all results are known exactly.
 
-They serve for tests and theory.
+They are used in tests and theory.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Quadratic(Oracle):
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
     def class_counts(self, ids: Tensor) -> Tensor:
-        """Return class counts in which the last sample is in the second class and all others are in the first."""
+        """Return class counts for which the last sample is in the second class and all others are in the first."""
         counts = torch.zeros(len(ids), self._classes, dtype=self.dtype)
         counts[:, 0], counts[:, 1] = self.count[ids] - 1, 1
         return counts
@@ -96,7 +96,7 @@ class Quadratic(Oracle):
     def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
         """Return the first parameters of the model as the mean of every class.
 
-        Their number is the number of columns of the last matrix.
+        Their number equals the number of columns in the last matrix.
         """
         return w[:, None, : self._features].repeat(1, self._classes, 1)
 
@@ -147,7 +147,7 @@ class Quadratic(Oracle):
     def features(self, w: Tensor, ids: Tensor) -> list[Features]:
         """Return the same representation for every sample (as in `class_means`).
 
-        The last sample is in the second class and all others are in the first.
+        The last sample is in the second class, and all other samples are in the first class.
         """
         sizes = self.count[ids].tolist()
         return [

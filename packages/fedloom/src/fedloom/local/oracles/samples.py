@@ -1,4 +1,4 @@
-"""Samples of a batch and their losses, with weights per client and class, and losses that a user defines."""
+"""Samples in a batch and their losses, with weights per client and class, and with user-defined losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Samples:
     """Training samples of a batch.
 
-    If ``changed`` is True, they include the random changes of a step: new versions, noise and augmentation.
+    If ``changed`` is True, the samples include the random changes of a step: new versions, noise and augmentation.
 
     Attributes:
         y: targets ``[m, b]`` or ``[m, b, k]``.
@@ -34,7 +34,7 @@ class Samples:
             ``[m, 1]`` if no batch is short.
         span: number of targets per sample, which is 1, or the length L of sequences with a label per position. In the
             latter case, ``y`` and ``weight`` have shape ``[m, b L]``. The weight of a position without a label is 0.
-            The weight of a labeled position is that of its sequence divided by the mean number of labels in the
+            The weight of a labeled position is the weight of its sequence divided by the mean number of labels in the
             client's training sequences, so that f_i is the mean loss over all labeled positions.
         class_weights: additional factor for each class ``[m, C]``, or for each absent and present label ``[m, k, 2]``.
             None if all factors are 1.
@@ -171,7 +171,7 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
 
 
 def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
-    """Compute the weighted sum of a user's loss for one client's samples.
+    """Compute the weighted sum of a user-defined loss over one client's samples.
 
     Since the loss is a mean, it is multiplied by the number of samples, and it is computed separately for each class if
     there are class weights.
@@ -261,7 +261,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
 
 
 def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> bool:
-    """Return True if two equal calls differ although the global generators start in the same state.
+    """Return True if two equal calls differ even though the global generators start in the same state.
 
     Such a function draws from its own generator, counts its calls, or reads a clock.
     """
@@ -275,7 +275,7 @@ def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> b
 def _check_reduction(loss: Function, outputs: Tensor, y: Tensor) -> None:
     """Raise an error if a loss returns one value per sample.
 
-    If the loss fails, no error is raised here, because `number` raises a more precise one.
+    If the loss fails, no error is raised here, because `number` raises a more precise error.
 
     Raises:
         ConfigError: the loss returns more than one number.
@@ -306,11 +306,11 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _tells_pairs(loss: Function, outputs: Tensor, y: Tensor) -> bool:
-    """Return True if a loss depends on which of two targets belongs to which output ``[b, 1]``.
+    """Return True if a loss depends on the assignment of two targets to two outputs ``[b, 1]``.
 
-    The test uses increasing outputs, half of them with each target.
+    The test uses increasing outputs, and half of these outputs have each target.
 
-    If a loss does not depend on the targets at all, or rejects these numbers, the result is True as well.
+    If a loss does not depend on the targets at all, or rejects these numbers, the result is also True.
     """
     rising = torch.linspace(0.1, 0.7, len(y)).to(outputs)[:, None]
     low, high = (torch.full_like(y, value) for value in ((0.3, 0.9) if y.is_floating_point() else (0, 1)))

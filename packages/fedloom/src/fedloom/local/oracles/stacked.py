@@ -1,4 +1,4 @@
-"""Stacked oracle, which computes a chunk of clients with one torch.func call for any model that vmap accepts."""
+"""Stacked oracle, which computes a chunk of clients by one torch.func call for any model that vmap accepts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Stacked(TermNetwork):
-    """Oracle that computes stacked models with vmap, one pass for all clients (see `Network` for the arguments)."""
+    """Oracle that computes stacked models with vmap, in one pass for all clients (see `Network` for the arguments)."""
 
     name: ClassVar[str] = "vmap"
 
@@ -45,7 +45,7 @@ class Stacked(TermNetwork):
         functions: Sequence[TermFunction] = (),
         terms: Sequence[Bound] = (),
     ) -> None:
-        """Run one forward and backward pass for all clients of the chunk.
+        """Run one forward and one backward pass for all clients of the chunk.
 
         Raises:
             ClientError: vmap does not accept the model.

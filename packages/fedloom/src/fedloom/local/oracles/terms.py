@@ -1,4 +1,4 @@
-"""Gradients of terms on a representation, and mean representations per class, for all oracles of networks."""
+"""Gradients of terms on a representation, and mean representations of each class, for all oracles of networks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Representations(NamedTuple):
 
 
 class Holder:
-    """Network whose parameters can be replaced temporarily, more quickly than by `torch.func.functional_call`.
+    """Network whose parameters can be temporarily replaced, more quickly than by `torch.func.functional_call`.
 
     Args:
         module: the network.
-        names: names of the parameters to replace. A parameter with several names is replaced under all of them.
+        names: names of the parameters to replace. If a parameter has several names, it is replaced under all of them.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class Holder:
 
 
 class Representation:
-    """Network that returns its representation together with its outputs, with parameters that are passed in each call.
+    """Network that returns its representation together with its outputs. Its parameters are passed in each call.
 
     Args:
         module: network, of which a copy is used.
@@ -91,7 +91,7 @@ class Representation:
     def features(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
         """Return the representations ``[b, k]`` of samples in evaluation mode.
 
-        If the network is a plain sequence of layers, layers above the representation are not computed.
+        If the network is a plain sequence of layers, the layers above the representation are not computed.
         """
         set_training(self.module, False)
         with self._holder.holding(values):
@@ -139,7 +139,7 @@ class TermNetwork(Network):
         """Return the mean representation of each class in the training parts, ``[m, c, k]``, or 0 for a missing class.
 
         Raises:
-            ConfigError: the model cannot process its samples one by one.
+            ConfigError: the model cannot process its samples individually.
         """
         means = []
         for (z, y), count in zip(self.features(w, ids), self.class_counts(ids), strict=True):
@@ -151,7 +151,7 @@ class TermNetwork(Network):
         """Return representations and labels of each client's training samples, in the order of the training part.
 
         Raises:
-            ConfigError: the model cannot process its samples one by one.
+            ConfigError: the model cannot process its samples individually.
         """
         self._check_terms()
         clients: list[Features] = []
@@ -175,7 +175,7 @@ class TermNetwork(Network):
         Autograd computes the gradient for one client at a time.
 
         Raises:
-            ConfigError: the model cannot process its samples one by one.
+            ConfigError: the model cannot process its samples individually.
         """
         self._check_terms()
         data, model = self.samples(batch, step=True), self.representation
@@ -211,10 +211,10 @@ class TermNetwork(Network):
         return Representation(self._module, self.spot, torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _check_terms(self) -> None:
-        """Raise an error if the network cannot process its samples one by one.
+        """Raise an error if the network cannot process its samples individually.
 
         Raises:
-            ConfigError: the network cannot process samples one by one. The message states the reason.
+            ConfigError: the network cannot process samples individually. The message states the reason.
         """
         what = ""
         if self.normalisers:

@@ -18,16 +18,17 @@ from fedloom.values import Value
 Rows = Mapping[str, Tensor]
 """Rows of all upload fields, ``{field: [m, .]}``."""
 State = dict[str, Tensor]
-"""State that a rule carries from one round to the next, or {} if it is stateless."""
+"""State that a rule carries over from one round to the next, or {} if the rule is stateless."""
 
 MIN_RULE_ROWS = 7
-"""Number of rows that suffice for every rule with f = 1. For f = m + 1, 4 m + 7 rows suffice (bulyan needs 4 f + 3)."""
+"""Number of rows that is sufficient for every rule with f = 1. For f = m + 1, 4 m + 7 rows suffice (bulyan needs 4 f +
+3)."""
 
 
 class ClipRows(Value):
     """Scaling of each client's row (all fields together) to a norm of at most `bound`.
 
-    Use it only for fields that are differences.
+    Use this method only for fields that are differences.
     """
 
     kind: Literal["clip"] = "clip"
@@ -45,7 +46,7 @@ class ClipRows(Value):
 class Bucketing(Value):
     """Replacement of rows by means of random groups of `s` rows (Karimireddy, He and Jaggi, ICLR 2022, Algorithm 1).
 
-    The last group may be smaller. Each mean is weighted, and a group has the total weight of its members, so the
+    The last group may be smaller. Each mean is weighted, and a group has the total weight of its members, so that the
     weighted mean of all rows does not change.
     """
 
@@ -107,7 +108,7 @@ Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 class Aggregator(Value, ABC):
     """Rule that combines the rows of a cohort into one vector. Rows must be finite.
 
-    The state is a dict of tensors, which checkpoints include. It is empty for a stateless rule.
+    The state is a dict of tensors, which is included in checkpoints. For a stateless rule, it is empty.
     """
 
     pre: tuple[Pre, ...] = Field(
@@ -127,10 +128,11 @@ class Aggregator(Value, ABC):
         return {}
 
     def check(self, m: int) -> None:
-        """Raise an error if a cohort of m rows is too small for the rule, or too large to be computed.
+        """Raise an error if a cohort of m rows is too small for the rule, or is too large for the computation.
 
         Raises:
-            ConfigError: m is too small or too large. If it is too small, the message states the smallest allowed m.
+            ConfigError: m is too small or too large. If the cohort is too small, the message states the smallest
+                allowed m.
         """
         for step in self.pre:
             m = step.rows(m)
@@ -173,9 +175,9 @@ class Aggregator(Value, ABC):
         """
 
     def adapted(self, m: int) -> Self:
-        """Return the rule with defaults that work for m rows, where f becomes 0 if its default needs more rows.
+        """Return the rule with defaults that work for m rows. If the default of f needs more rows, f becomes 0.
 
-        A cohort that is too small even for f = 0 stays unchanged, and `check` rejects it.
+        A cohort that is too small even for f = 0 remains unchanged, and `check` rejects it.
         """
         if self._allows(m) or not self._allows(4 * m + MIN_RULE_ROWS):
             return self
@@ -221,7 +223,7 @@ class Aggregator(Value, ABC):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Apply the rule itself, after all transformations. The arguments are those of `apply`.
+        """Apply the rule itself, after all transformations. The arguments are the same as for `apply`.
 
         Raises:
             ConfigError: the rule does not work with this cohort.
@@ -229,12 +231,12 @@ class Aggregator(Value, ABC):
 
 
 def mixture(coefficients: Tensor, rows: Rows) -> dict[str, Tensor]:
-    """Return the sum of each field's rows times coefficients ``[m, 1]`` (a weighted mean if they sum to 1)."""
+    """Return the sum of each field's rows times coefficients ``[m, 1]`` (a weighted mean if they add up to 1)."""
     return {name: (coefficients.T.to(r.dtype) @ r).squeeze(0) for name, r in rows.items()}
 
 
 def need(kind: str, ok: bool, rule: str, m: int, **got: object) -> None:
-    """Raise an error if a requirement on the number m of rows does not hold.
+    """Raise an error if a requirement on the number m of rows is not satisfied.
 
     Raises:
         ConfigError: ``ok`` is False, so `rule` does not hold.

@@ -18,8 +18,8 @@ class PrivateMean(Aggregator):
 
     The vector x_i consists of all fields of client i. The noise is calibrated to the sum, to which a client contributes
     a vector with a norm of at most clip. The number m of clients is considered public. The server receives the uploads
-    without noise and is therefore trusted. The guarantee applies to the models that leave the server. A simulation
-    draws the noise from the run's seed, so it protects no client. A deployment draws unpredictable noise
+    without noise, so it must be trusted. The guarantee applies to the models that leave the server. A simulation draws
+    the noise from the run's seed, so the noise does not protect any client. A deployment draws unpredictable noise
     (`fedloom_sites.deploy.noise`) and accounts for it by Renyi divergences.
     """
 

@@ -20,7 +20,7 @@ MOST_SUBSETS = 200_000
 
 
 class Krum(Aggregator):
-    """Row with the smallest score, which is the sum of squared distances to its m - f - 2 nearest other rows.
+    """Row with the smallest score, which is the sum of squared distances to the m - f - 2 nearest other rows.
 
     The rule needs m >= 2f + 3.
 
@@ -45,8 +45,8 @@ class Krum(Aggregator):
 class MultiKrum(Aggregator):
     """Weighted mean of the k rows with the smallest Krum scores. The rule needs m >= 2f + 3 and k <= m.
 
-    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ from the paper: FLAME's uses distances
-    that are not squared, and k = 5.
+    (Blanchard et al., NeurIPS 2017, section 4.) Public implementations differ from the paper: FLAME's implementation
+    uses distances that are not squared, and k = 5.
     """
 
     weighted: ClassVar[bool] = True
@@ -73,8 +73,8 @@ class Bulyan(Aggregator):
     """Krum, applied m - 2f times without replacement, followed by a trimmed mean around the median in each coordinate.
 
     (El Mhamdi, Guerraoui and Rouault, ICML 2018, section 4.) The trimmed mean averages the m - 4f values nearest the
-    median. The rule needs m >= 4f + 3. The first step uses only the primary field, and the second step is applied to
-    every field. If few rows are left, a Krum score uses the distance to at least one neighbor.
+    median. The rule needs m >= 4f + 3. The first step uses only the primary field, whereas the second step is applied
+    to every field. If few rows remain, a Krum score uses the distance to at least one neighbor.
     """
 
     kind: Literal["bulyan"] = "bulyan"
@@ -99,7 +99,7 @@ class Bulyan(Aggregator):
 
 
 class MDA(Aggregator):
-    """Weighted mean of the m - f rows with the smallest diameter (the largest distance between two of them).
+    """Weighted mean of the m - f rows with the smallest diameter (the largest distance between any two of them).
 
     The rule needs m > 2f.
 
@@ -142,8 +142,8 @@ class FLTrust(Aggregator):
 
     (Cao et al., NDSS 2021, Algorithm 2: sum of relu(cos(x_i, x_0)) ||x_0|| / ||x_i|| x_i over the sum of relu(cos).) In
     the paper, the server trains x_0 on its own data. Here, the client `root` provides x_0. This client must be in every
-    cohort and, as in the paper, has no weight itself. If no cosine is positive, the result is x_0. Use this rule for
-    rows that are differences.
+    cohort and, as in the paper, its own row has no weight. If no cosine is positive, the result is x_0. Use this rule
+    for rows that are differences.
     """
 
     kind: Literal["fltrust"] = "fltrust"
@@ -189,10 +189,10 @@ class FLTrust(Aggregator):
 
 
 def krum_order(far: Tensor, f: int) -> Tensor:
-    """Return row indices [m] by ascending score: the sum of the (at least one) m - f - 2 smallest distances.
+    """Return row indices [m] by ascending score, the sum of the (at least one) m - f - 2 smallest distances.
 
-    If scores use only one neighbor, two rows that are each other's nearest neighbors have equal scores. In this case,
-    the row with the smaller sum of distances to all rows comes first.
+    If scores use only one neighbor, two rows that are each other's nearest neighbors have the same score. In this case,
+    the row whose sum of distances to all rows is smaller comes first.
     """
     neighbours = far.masked_fill(torch.eye(len(far), dtype=torch.bool, device=far.device), torch.inf).sort(1).values
     central = far.sum(1).argsort(stable=True)
@@ -202,7 +202,7 @@ def krum_order(far: Tensor, f: int) -> Tensor:
 def _only(chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the coefficients [m, 1] for a weighted mean of the chosen rows.
 
-    They are equal if no chosen row has a positive weight.
+    They are equal if none of the chosen rows has a positive weight.
     """
     member = torch.zeros_like(weights).index_fill(0, chosen, 1)
     mass = member * weights

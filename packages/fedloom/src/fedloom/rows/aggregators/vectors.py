@@ -93,7 +93,7 @@ class CenteredClipping(Aggregator):
     """Iteration v <- v + sum w_i (x_i - v) min(1, tau / ||x_i - v||), which starts at the last aggregate v.
 
     (Karimireddy, He and Jaggi, ICML 2021, Algorithm 2.) The state contains v for each field. In the first round, v
-    starts at the coordinate-wise median of the rows. In the paper, v starts at 0, which is only suitable for
+    starts at the coordinate-wise median of the rows. In the paper, v starts at 0, which is suitable only for
     differences.
     """
 

@@ -18,7 +18,7 @@ PROXES: dict[str, type[Value]] = {**PROX_PARTS, "total": Total}
 """Functions with a proximal operator, keyed by kind."""
 
 AnyProx = Annotated[SerializeAsAny[Value], BeforeValidator(table_validator(PROXES))]
-"""Type of a field with a function that has a proximal operator, given as a value or as a table {kind, ...fields}."""
+"""Type of a field that holds a function with a proximal operator, given as a value or as a table {kind, ...fields}."""
 
 __all__ = [
     "L1",

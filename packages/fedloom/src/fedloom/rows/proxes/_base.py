@@ -10,16 +10,16 @@ from fedloom.rows.algebra import Scalar
 from fedloom.rows.layout import Layout
 
 Form = Literal["dense", "sparse", "lowrank"]
-"""Form that a vector may have: none in particular, many zeros, or matrices of low rank."""
+"""Form that a vector may have: no particular form, many zeros, or matrices of low rank."""
 
 
 @runtime_checkable
 class Prox(Protocol):
     """Function f on R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), applied to each row.
 
-    Functions that depend on matrices or on parameter names need the layout. All others ignore it. A class whose prox
-    produces sparse or low-rank vectors declares this as ``makes: ClassVar[Form]``. Messages are then encoded in this
-    form.
+    Functions that depend on matrices or on parameter names need the layout. All other functions ignore it. If the prox
+    of a class produces sparse or low-rank vectors, the class declares this as ``makes: ClassVar[Form]``. Messages are
+    then encoded in this form.
     """
 
     @property

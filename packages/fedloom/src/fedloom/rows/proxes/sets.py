@@ -1,6 +1,6 @@
-"""Closed convex sets as functions: f is 0 inside and infinite outside, so for every t, the prox is the projection.
+"""Closed convex sets as functions: f is 0 inside and infinite outside, so the prox is the projection for every t.
 
-`f` treats a point as inside if it differs from its projection only by rounding (sqrt(eps) times its length).
+`f` treats a point as inside the set if it differs from its projection only by rounding (sqrt(eps) times its length).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Nuclear(Value):
 
 
 class NuclearBall(ConvexSet):
-    """f = 0 if ||W||_* <= radius in every layer, or else infinite.
+    """f = 0 if ||W||_* <= radius in every layer, and infinite otherwise.
 
     The prox projects the singular values of each layer onto the l1 ball.
 

@@ -56,16 +56,16 @@ class Total(Value):
     """Sum f = f_1 + ... + f_k of functions with a proximal operator.
 
     A squared l2 norm is combined exactly with any function g: prox_{t (g + c||.||^2)}(v) = prox_{s g}(s v / t), s = t /
-    (1 + 2 c t). An l1 norm is combined exactly with an l2 norm, group l1 or a box by applying its prox first (Yu,
+    (1 + 2 c t). An l1 norm is combined exactly with an l2 norm, group l1 or a box if its prox is applied first (Yu,
     NeurIPS 2013). The prox of any other sum is computed by the parallel Dykstra-like method (Combettes and Pesquet,
     Proximal Splitting Methods in Signal Processing, 2011, Algorithm 10.31). The method takes gradient steps on the
     dual, with momentum (Beck and Teboulle, 2009) and restarts (O'Donoghue and Candes, 2015), until the points of all
-    terms agree. Then v - x is t times a sum of subgradients, up to the tolerance. A row that has converged is no longer
-    changed, so rows do not influence each other.
+    terms agree. Then v - x is t times a sum of subgradients, up to the tolerance. After a row has converged, it is no
+    longer changed, so that rows do not influence each other.
 
     Raises:
-        ConfigError: the points of the terms did not agree within the iterations, for example because sets do not
-            intersect.
+        ConfigError: the points of the terms did not agree within the allowed iterations, for example because sets do
+            not intersect.
     """
 
     kind: Literal["total"] = "total"

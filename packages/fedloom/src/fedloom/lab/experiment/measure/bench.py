@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import get_context
@@ -106,21 +105,16 @@ class Bench:
 
         Before each measurement, wait for up to ``patience`` seconds until the machine is idle.
         """
-        gc.collect()
-        gc.freeze()  # what is there by now is not visited again before every row
-        try:
-            for method in self.experiment.methods:
-                for way in self.ways[method.label]:
-                    wait_for_quiet(patience)
-                    with watch_others() as other_processes:
-                        rounds_measured = measure_rounds(
-                            self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
-                        )
-                    times = [_seconds(cost) for cost in rounds_measured.rounds[1:]]
-                    samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
-                    yield Speed(method.label, way, statistics.median(times), samples, other_processes.cores)
-        finally:
-            gc.unfreeze()
+        for method in self.experiment.methods:
+            for way in self.ways[method.label]:
+                wait_for_quiet(patience)
+                with watch_others() as other_processes:
+                    rounds_measured = measure_rounds(
+                        self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
+                    )
+                times = [_seconds(cost) for cost in rounds_measured.rounds[1:]]
+                samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
+                yield Speed(method.label, way, statistics.median(times), samples, other_processes.cores)
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
         """Estimate the time of the whole experiment in minutes, without evaluation, from the ``picked`` speeds."""
