@@ -129,7 +129,7 @@ def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
     assert "No such file" in refused(site)[0]
     site.signing_key.write_text("hello")
     site.signing_key.chmod(0o600)
-    assert "not a private key in OpenSSH format" in refused(site)[0]
+    assert "not a private key in OpenSSH form" in refused(site)[0]
     shutil.copy(site.node_key, site.signing_key)
     assert "must be an Ed25519 key" in refused(site)[0]
     site.signing_key.write_bytes(signing)
