@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the deployments of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # deployments of its tests
 
 from flwr.app import Message
 from flwr.common.serde import message_to_proto

@@ -55,8 +55,18 @@ class Moderated(NamedTuple):
     needed: int
 
 
-def moderated(table: np.ndarray, wanted: float = 0.03, power: float = 0.8) -> Moderated:
-    """Test the rows of differences ``[k, n]``."""
+class Shrunk(NamedTuple):
+    """Moderated t tests of the rows of a table: standard errors and p-values ``[k]``, and the prior s0^2, d0."""
+
+    error: np.ndarray
+    degrees: float
+    p: np.ndarray
+    common: float
+    d0: float
+
+
+def shrink(table: np.ndarray) -> Shrunk:
+    """Test the rows of differences ``[k, n]``, each for itself."""
     (k, n), varied = table.shape, np.abs(table).max(1) > 0
     s2 = table.var(axis=1, ddof=1)
     common, d0 = prior(s2[varied], n - 1)
@@ -64,6 +74,13 @@ def moderated(table: np.ndarray, wanted: float = 0.03, power: float = 0.8) -> Mo
     shrunk = np.full(k, common) if math.isinf(d0) else (d0 * common + (n - 1) * s2) / (d0 + n - 1)
     error = np.sqrt(shrunk / n)
     p = np.where(varied, 2 * stats.t.sf(np.abs(table.mean(1)) / error, degrees), 1.0)
+    return Shrunk(error, degrees, p, common, d0)
+
+
+def moderated(table: np.ndarray, wanted: float = 0.03, power: float = 0.8) -> Moderated:
+    """Test the rows of differences ``[k, n]``."""
+    (k, n), varied = table.shape, np.abs(table).max(1) > 0
+    error, degrees, p, common, d0 = shrink(table)
     rejected, level = holm(p, MODERATED)
     seeds = 2
     while True:
@@ -106,7 +123,7 @@ class MapVerdicts(NamedTuple):
 
 def judge_setup(rows: pd.DataFrame) -> MapVerdicts:
     """Judge the rows of a setup with columns method, seed and mean."""
-    table = rows.pivot(index="method", columns="seed", values="mean")
+    table = rows.pivot(index="method", columns="seed", values="mean").dropna(axis=1)  # seeds that every method has
     reference = max(("local", "fedavg"), key=lambda m: (table.loc[m].mean(), m == "local"))
     gaps = table.drop(index=reference) - table.loc[reference]
     family = moderated(gaps.to_numpy())

@@ -229,6 +229,25 @@ def test_firths_fit_by_sums_is_that_of_the_rows(form: dict[str, Any], ties: str)
     assert found.likelihood[0] == pytest.approx(fit.likelihood, abs=1e-8)
 
 
+def test_firths_fit_of_few_events_ends_where_rounding_hides_its_gain_and_says_who_is_left_out() -> None:
+    """Eight rows with six events: the last steps gain less than sums are rounded by."""
+    frame = pd.DataFrame({
+        "age": [-0.57, -2.02, -0.23, 3.32, 0.23, 0.48, 0.02, 0.55], "arm": [0, 0, 0, 1, 1, 1, 1, 0],
+        "ward": [1, 0, 1, 0, 1, 1, 1, 0], "days": [1, 10, 5, 0, 5, 0, 2, 6], "died": [1, 1, 1, 1, 1, 1, 0, 0],
+    })  # fmt: skip
+    rows = SurvivalSite(*(frame[part].to_numpy(float) for part in (["age", "arm", "ward"], "days", "died")))
+    whole = fit_cox([rows], stratify=True, penalty="firth")
+    small = frame.assign(site="small")[:4]
+    data = fl.Dataset.create(pd.concat([frame.assign(site="large"), small]), "days", event="died", client_column="site")
+    found = fl.analyze("cox", data, stratify=True, penalty="firth")
+    np.testing.assert_allclose(found.table["coefficient"], whole.beta, rtol=1e-5)
+    np.testing.assert_allclose(found.table["standard_error"], whole.se, rtol=1e-5)
+    assert len(found.log) < 60
+    assert any("4 of 10 events are not used, because their clients have fewer than 5" in note for note in found.notes)
+    binned = fl.analyze("cox", data, width=5.0, until=8.0, penalty="ridge", strength=1.0, min_events=4)
+    assert [note for note in binned.notes if "censored" in note]
+
+
 def test_a_strength_by_the_sums_of_folds_has_the_largest_held_out_likelihood() -> None:
     """Of scikit-learn's fits without each fold, with folds as clients divide their subjects."""
     analysis = Glm(penalty="ridge", strength="cv")

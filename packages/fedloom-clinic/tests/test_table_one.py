@@ -93,6 +93,16 @@ def test_three_groups_have_an_analysis_of_variance() -> None:
     assert found.p_groups == pytest.approx(wanted, abs=1e-9)
 
 
+def test_a_group_of_one_row_counts_in_an_analysis_of_variance() -> None:
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.normal(size=30), "ward": ["a"] * 20 + ["b"] * 9 + ["c"], "y": [0, 1] * 15})
+    frame["site"] = frame.ward
+    data = fl.Dataset.create(frame, "y", client_column="site", categorical=["ward"], group_columns=["ward"])
+    found = row(fl.analyze("table-1", data, group="ward").table.to_pandas(), "age", "a")
+    expected = stats.f_oneway(*(values for _, values in frame.groupby("ward").age)).pvalue
+    assert (found.p_groups, found.p_clients) == (pytest.approx(expected), pytest.approx(expected))
+
+
 def test_a_client_in_another_unit_is_noted_and_changed_nowhere() -> None:
     data, frame = patients(unit=18.02)
     table = fl.analyze("table-1", data, group="client").table.to_pandas()

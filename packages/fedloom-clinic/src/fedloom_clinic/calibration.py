@@ -1,4 +1,4 @@
-"""Calibration of a run's models over the test rows of all clients, computed from sums: how often predictions come true.
+"""Calibration over all clients' test rows, computed from sums: how often what the models predict occurs.
 
 References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (calibration error by bins). G. W. Brier, Monthly
 Weather Review 1950 (Brier score).

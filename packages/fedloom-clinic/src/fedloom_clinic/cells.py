@@ -17,7 +17,7 @@ from fedloom.hints import unknown
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
-"""Names of the cell for rows without a code, in a group column and in a feature."""
+"""Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
 """Word with which a user makes each client a group of its own."""
 
@@ -36,13 +36,13 @@ class MergedCells(NamedTuple):
 
     @property
     def members(self) -> Tensor:
-        """Matrix ``[cells, L]`` that is 1 where an original cell is part of a merged cell."""
+        """Matrix ``[cells, L]`` that is 1 where an original cell belongs to a merged cell."""
         return torch.nn.functional.one_hot(self.of, len(self.names)).T.double()
 
     def reached(self, flags: Tensor) -> Tensor:
-        """Return which cells contain rows, as bool ``[cells]``.
+        """Return which of the cells contain rows, as bool ``[cells]``.
 
-        A cell for missing values that no client counts contains no rows.
+        If no client counts a cell for missing values, the cell contains no rows.
 
         Args:
             flags: flags of the original cells ``[n, L]``, see `merged_cells`.
@@ -52,7 +52,7 @@ class MergedCells(NamedTuple):
 
 
 def every_cell(names: Sequence[str]) -> MergedCells:
-    """Return all cells without merging any."""
+    """Return the cells, none of which are merged."""
     return MergedCells(tuple(names), torch.arange(len(names)))
 
 
@@ -80,8 +80,8 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
     """Return the index of the group that each row belongs to, ``[N]``.
 
-    If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Instead, they are
-    added to the client's most frequent group.
+    If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Rows in these
+    cells are added to the client's most frequent group instead.
     """
     schema = terms.schema
     if group is None or group == CLIENT_GROUP:
@@ -132,8 +132,8 @@ def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool |
         names: names of the cells.
         flags: 1 where a client has at least the minimum number of rows in a cell, ``[n, L]``.
         rules: agreed rules.
-        gaps: True if some client counts the cell for missing values. If None, this follows from the flags of the last
-            cell.
+        gaps: True if at least one client counts the cell for missing values. If None, this follows from the flags of
+            the last cell.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)

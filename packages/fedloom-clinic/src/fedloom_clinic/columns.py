@@ -30,7 +30,7 @@ class DesignColumns(NamedTuple):
         x: columns of the regression, ``[N, p]``.
         y: targets, ``[N, k]``.
         left_out: number of rows left out because of a missing cell or a number outside the agreed range.
-        rows: positions of these rows among all rows of the client, ``[N]``.
+        rows: positions of the used rows among all rows of the client, ``[N]``.
     """
 
     x: Floats
@@ -40,7 +40,7 @@ class DesignColumns(NamedTuple):
 
 
 def require_columns(schema: Schema, what: str) -> None:
-    """Raise if the data are not rows of a table that has at least one column besides the target.
+    """Raise an error if the data are not rows of a table with at least one column besides the target.
 
     Raises:
         ConfigError: the data are not rows of a table, or the table has no column besides the target.
@@ -68,10 +68,10 @@ def names_of(schema: Schema) -> list[str]:
 
 
 def flag_columns(client: ClientRows, terms: AnalysisTerms) -> Tensor:
-    """Return flags ``[p]`` of the columns in which enough subjects have a value other than the most frequent one.
+    """Return flags ``[p]`` of the columns in which enough subjects have a value that is not the most frequent one.
 
     In a column with two values, each value must occur in enough subjects. Therefore, a level that few subjects have
-    does not get a column of its own. These flags come last among the numbers that a client publishes for an analysis.
+    does not get a column of its own. These flags are the last of the numbers that a client publishes for an analysis.
     """
     design = design_of(client, terms, flagged=False)
     return torch.from_numpy(varying_columns(design.x, client.subjects[design.rows].numpy(), terms.rules.min_subjects))
@@ -92,7 +92,7 @@ def varying_columns(x: Floats, subjects: NDArray[np.int64], least: int) -> Float
 def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
     """Return flags ``[p]`` of the columns that enough clients have flagged.
 
-    All other columns are left out, which merges a level that is left out into the first level.
+    All other columns are omitted, which merges an omitted level into the first level.
 
     Args:
         terms: terms of the analysis, which contain what each client published. The flags of the columns come last among
@@ -144,7 +144,7 @@ def _every_range(schema: Schema) -> tuple[Floats, Floats]:
 
 
 def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
-    """Return the rows of a client that a regression uses, with the columns that are used."""
+    """Return which of a client's rows a regression uses, with the columns that it uses."""
     whole = ~client.x.isnan().any(1)
     x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = _every_range(terms.schema)
@@ -160,7 +160,7 @@ def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True)
 def outweighs(*weights: Floats) -> bool:
     """Return True if one of several rows has more than half of their total weight ``[N]``.
 
-    In this case, sums would mostly reveal this row. The result is also True if the total weight is not finite.
+    In this case, the sums would mostly reveal this row. The result is also True if the total weight is not finite.
     """
     for some in weights:
         total = float(some.sum())

@@ -3,10 +3,10 @@
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
 
-Bins in which too few clients have enough subjects are merged. The first question counts the clients that have enough
-subjects in the range of all bins, in each half of it, in each half of these halves, and so on. Beginning with the
-largest scores, neighboring ranges are merged until they contain a range that enough clients reach in this way. All
-parties derive the same bins from this count.
+Bins in which too few clients have enough subjects are merged. The first question counts the clients with enough
+subjects in the range that covers all bins, in each of its halves, in each half of these halves, and so on. Beginning
+with the largest scores, neighboring ranges are merged until they contain a range that enough clients reach in this way.
+All parties derive the same bins from this number.
 
 A prediction set contains every class whose probability is at least 1 - threshold, see `fedloom predict
 --set-threshold`. In a regression, scores are absolute residuals, and the interval is the prediction plus and minus the
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 EVERY_CLASS = 2.0
-"""Threshold that exceeds all scores. This threshold is used if there are too few calibration rows for a smaller
+"""Threshold that is higher than all scores. This threshold is used if there are too few calibration rows for a smaller
 threshold, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also
 infinite if it would be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
-    """Results of a conformal analysis that are known so far.
+    """Those results of a conformal analysis that are known so far.
 
     Attributes:
         terms: public facts about the analysis.
@@ -69,7 +69,7 @@ class Calibrated(NamedTuple):
 
 
 class Conformal(Analysis):
-    """Thresholds for prediction sets or intervals with a chosen probability of the truth, and their coverage."""
+    """Thresholds for prediction sets or intervals that contain the truth with a chosen probability, and coverage."""
 
     kind: ClassVar[str] = "conformal"
     tasks: ClassVar = ("binary", "classification", "regression")
@@ -238,10 +238,10 @@ class Conformal(Analysis):
         return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
 
     def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
-        """Return the end of the bin that contains the score of the required rank.
+        """Return the end of the bin in which the score of the required rank lies.
 
-        If there are too few rows, return a threshold above all scores. Scores that exceed the range of residuals are in
-        the last bin, which has no end.
+        If there are too few rows, return a threshold above all scores. Scores that exceed the range of residuals fall
+        in the last bin, which has no upper end.
         """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         at = len(counts) if rank > counts.sum() else int(torch.searchsorted(counts.cumsum(0), float(rank)))
@@ -257,7 +257,7 @@ class Conformal(Analysis):
         return self.max_error or max(high - low, 1e-300)
 
     def _scores(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor]:
-        """Return the scores of the truth ``[N]``, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
+        """Return scores of the true classes ``[N]``, and of every class ``[N, classes]`` (``[N, 0]`` in a regression).
 
         Scores are given as multiples of the end of the last bin.
         """
@@ -301,7 +301,7 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
     """Raise if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
 
-    If a client has enough subjects in a range, it also has enough in every range that contains this range.
+    If a client has enough subjects in a range, it also has enough subjects in every range that contains this range.
 
     Raises:
         Refused: a number is not a possible number of clients, or a range has fewer clients than one of its halves.
@@ -319,7 +319,7 @@ def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: i
 
 
 def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, int]], least: int) -> Tensor:
-    """Return flags ``[B]`` that are 1 for each range of bins in which a client has enough subjects, else 0.
+    """Return flags ``[B]``: 1 for each range of bins in which a client has enough subjects, otherwise 0.
 
     Args:
         bin_of: bin that each row belongs to, ``[N]``.
@@ -343,7 +343,7 @@ def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rule
         what: description of the rows, used in messages.
 
     Raises:
-        Refused: too few clients have enough subjects in the range of all bins.
+        Refused: too few clients have enough subjects in the range that covers all bins.
     """
     count, needed = dict(zip(ranges, map(round, reached.tolist()), strict=True)), rules.min_clients + rules.missing
     if count[ranges[0]] < needed:

@@ -64,14 +64,14 @@ MIN_COLUMN_SPREAD = 1e-9
 """Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column. The
 standard deviation of a constant column is smaller than this, even with rounding errors."""
 MAX_EXPONENT = 700.0
-"""Maximum exponent for which a bound is within the range of float64."""
+"""Largest exponent for which a bound is within the range of float64."""
 
 
 class Cox(Penalized):
     """Cox regression over the rows of all clients, computed from sums.
 
-    With a width, times are assigned to agreed bins. With ``stratify``, each client has a baseline hazard of its own.
-    With neither option, clients publish their event times, which is allowed without masking but not with it.
+    With a width, times are assigned to agreed bins. With ``stratify``, each client has its own baseline hazard. With
+    neither option, clients publish their event times, which is allowed without masking but not with it.
     """
 
     kind: ClassVar[str] = "cox"
@@ -203,6 +203,19 @@ class Cox(Penalized):
         table = cox_table(fit, names, agreed)
         return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), None
 
+    def remarks(self, table: pa.Table) -> Sequence[str]:
+        beyond, rare, events = (int(table[name][0].as_py()) for name in ("late_lost", "rare_lost", "events"))
+        whole, notes = events + beyond + rare, list[str]()
+        if beyond:
+            notes.append(f"{beyond} of {whole} events count as censored, because they are after the last time bin")
+        if rare and self.stratify:
+            why = f"their clients have fewer than {self.min_events} events. Rows of these clients are left out"
+            notes.append(f"{rare} of {whole} events are not used, because {why} (min_events)")
+        elif rare:
+            why = f"their clients have fewer than {self.min_events} events in the same time bin (min_events)"
+            notes.append(f"{rare} of {whole} events count as censored, because {why}")
+        return notes
+
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
         p = len(ranges_of(terms, flagged=not self.shows_rows)[0])
@@ -310,7 +323,7 @@ class Cox(Penalized):
         return merged_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
     def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
-        """Return the fit of all rows with their exact times."""
+        """Return the fit of all rows, using their exact times."""
         low, high = ranges_of(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
@@ -367,7 +380,7 @@ class Cox(Penalized):
 
 
 def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
-    """Return the sums that are contained in the total of answers to "risk" or "tilted-risk"."""
+    """Return the sums contained in the total of the answers to "risk" or "tilted-risk"."""
     half, tilts = p * (p + 1) // 2, 2 * (1 + p) if tilted else 0
     bins = len(vector) // (2 * (1 + p + half) + 1 + p + tilts)
     ends = np.cumsum([bins, bins * p, bins * half] * 2 + [bins, bins * p, bins, bins * p, bins])

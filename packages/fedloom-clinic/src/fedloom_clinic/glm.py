@@ -74,7 +74,7 @@ MAX_EXPONENT = 700.0
 class Glm(Penalized):
     """Regression over the rows of all clients, computed from sums.
 
-    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
+    The regression is logistic for a binary task, Poisson for counts, and linear for other targets.
     """
 
     kind: ClassVar[str] = "glm"
@@ -248,7 +248,7 @@ class Glm(Penalized):
     def _is_dominated(site: GlmSite, beta: Floats, family: str, metric: Floats | None) -> bool:
         """Return True if a single row has most of the information, of the residuals, or of the lengths in a metric.
 
-        In a linear regression, coefficients cannot single out a row.
+        The coefficients of a linear regression cannot single out a row.
         """
         _, mean, variance, _ = GLM_FAMILIES[family]
         eta = site.x @ beta
@@ -329,7 +329,7 @@ class Glm(Penalized):
             beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
-        scale = 1.0
+        scale, degrees = 1.0, None
         if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
             exact = exact or evaluate(beta)
             spent = size if ridge is None else float(np.trace(inverse @ exact.information))
@@ -337,7 +337,8 @@ class Glm(Penalized):
                 raise DataError(
                     f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. Omit columns"
                 )
-            scale = max(of_targets - 2 * exact.value, 0.0) / (count - spent)  # rounding may leave a perfect fit below 0
+            degrees = count - spent
+            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # rounding may leave a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # coefficients as they are measured are linear in these
         back[first:, first:] = np.diag(1 / unit_of)
@@ -356,7 +357,7 @@ class Glm(Penalized):
         if self.penalty == "firth":
             moved = tilt_error(here, np.full(size, error), size * error, reach)
         bound = np.abs(back).sum(1) * moved * unit
-        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge), bound
+        return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge, degrees), bound
 
     @staticmethod
     def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:

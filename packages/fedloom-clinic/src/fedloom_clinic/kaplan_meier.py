@@ -3,9 +3,9 @@
 References: E. L. Kaplan and P. Meier, JASA 1958. Variance by M. Greenwood, 1926. N. Mantel, Cancer Chemother. Rep. 1966
 (log-rank). P. Royston and M. K. B. Parmar, Stat. Med. 2011 (restricted mean).
 
-A time is treated as if it were the end of its bin, so the curve and the test are those of the binned times. For the
-exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c) and 1 - d / n,
-no matter in which order they occur. These limits bound the error of each curve and each mean.
+A time is treated as if it were the end of its bin, so the curve and the test are those of the binned times. In the
+curve for the exact times, a bin with n rows at risk, d events and c censored rows has a factor between 1 - d / (n - c)
+and 1 - d / n, in whatever order they occur. These limits determine the maximum error of each curve and each mean.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 class Counted(NamedTuple):
-    """Cells that the question counts, and its total ``[G, 2, J]`` of events and censored rows, once known."""
+    """Cells that the question counts, and their total ``[G, 2, J]`` of events and censored rows, once it is known."""
 
     groups: MergedCells
     ends: Tensor
@@ -172,7 +172,7 @@ class KaplanMeier(Analysis):
         return torch.bincount(at, minlength=groups * 2 * bins).double().view(groups, 2, -1)
 
     def _places(self, client: ClientRows, terms: AnalysisTerms) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the group, the bin, and whether the time ends with an event, for each row, all ``[N]``."""
+        """Return each row's group and bin, and whether its time ends with an event, all ``[N]``."""
         ends = self._ends(terms)
         place = torch.searchsorted(ends, client.y[:, 0].contiguous())
         event = (client.y[:, 1] == 1) & (place < len(ends))

@@ -23,7 +23,7 @@ from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
 SAMPLES_FIGURE = "samples"
-"""Name under which the number of samples of the client left out is recorded."""
+"""Name under which the number of samples of the omitted client is recorded."""
 FEWEST_CLIENTS = 3
 """Minimum number of clients in a federation for this analysis."""
 
@@ -49,9 +49,9 @@ class LeftOut(Analysis):
 
 
 def remove_client(fed: Federation, client: int) -> Federation:
-    """Return the federation without one client.
+    """Return the federation without the given client.
 
-    The samples of this client stay in the data set but do not belong to any client.
+    The samples of this client remain in the data set but do not belong to any client.
     """
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
@@ -68,7 +68,7 @@ def remove_client(fed: Federation, client: int) -> Federation:
 
 
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
-    """Return the scores of the global model of a run without a client, on all samples of this client.
+    """Return the scores of a run's global model, trained without a client, on all samples of this client.
 
     The columns of a table are scaled by the medians of the other clients, as they are if a new client uses the model.
     As an alternative, they are scaled by the client's own rows, which is possible for a client that has rows.

@@ -2,8 +2,8 @@
 
 Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is a
 sum over rows, or it can be computed from sums over the rows at risk. Clients therefore answer two questions in every
-step: the first asks for the information, and the second contains V. In a cross-validation, the fits for all strengths
-are requested together.
+step: the first asks for the information, and the second sends them V. In a cross-validation, the fits for all strengths
+are requested at the same time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIT_COUNT = len(RIDGE_STRENGTHS) * (CV_FOLDS + 1)
 
 
 class Penalized(ScriptedAnalysis):
-    """Regression that is computed from sums over clients, with a penalty."""
+    """Regression with a penalty, computed from sums over clients."""
 
     penalty: Literal["none", "ridge", "firth"] = Field(
         "none", description="ridge or firth. Both give finite coefficients even if columns separate the outcomes"
@@ -118,7 +118,7 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
         client: client whose rows are divided into folds.
         terms: terms of the analysis.
         event_of: function that maps targets ``[N, k]`` to True for the rows with the outcome.
-        least: minimum number of subjects with the outcome, and without the outcome, in a fold.
+        least: minimum number of subjects with the outcome, and of subjects without it, in a fold.
     """
     design = design_of(client, terms, flagged=False)
     event, subjects = event_of(design.y), client.subjects[design.rows].numpy()
@@ -156,7 +156,7 @@ def divided_clients(terms: AnalysisTerms) -> list[bool]:
 
 
 def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDArray[np.int64]) -> list[Floats]:
-    """Return what a client contributes to `FoldSums`, in the order that `read_fold_sums` expects.
+    """Return a client's contribution to `FoldSums`, in the order that `read_fold_sums` expects.
 
     Args:
         at: function that returns the likelihood of some rows ``[N]`` at given coefficients.

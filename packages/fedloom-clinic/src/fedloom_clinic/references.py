@@ -19,7 +19,7 @@ from fedloom.errors import Refused
 
 FOREST_TREES = 200
 MIN_PROBABILITY = 1e-12
-"""Probability that replaces 0 before the logarithm is taken."""
+"""Probability that is used instead of 0 when a logarithm is taken."""
 
 
 class References(Analysis):
@@ -54,7 +54,7 @@ def references(result: Result) -> pa.Table:
     """Return the metrics of the reference models on the test part of each client: client, model, metric and value.
 
     The models are fitted to the features of the client's training part, in the form in which networks receive them. If
-    the training part of a client contains a single class, there are no logistic regression and no forest for it.
+    a client's training part contains a single class, no logistic regression and no forest are fitted for it.
     """
     fed, task, rows = result.job.eval_fed, result.job.oracle.task, list[tuple[int, str, str, float]]()
     for client in result.job.scored_ids.tolist():

@@ -2,9 +2,9 @@
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
-Inputs are the inputs of a model, taken from training rows. Clients first send means, then sums of squares around the
-means, and finally the Gram matrix of standardized inputs and targets. The coefficients therefore do not lose any digits
-because of the scale of a column.
+The inputs are those of a model, taken from training rows. Clients send first their means, then sums of squares around
+the overall means, and finally the Gram matrix of standardized inputs and targets. The coefficients therefore do not
+lose any digits because of the scale of a column.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MIN_RELATIVE_SPREAD = 1e-13
 """Deviation relative to the mean below which an input is regarded as constant."""
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
-"""Rounding steps under masks: for means and squares relative to the largest input, and for products of inputs with unit
-deviation. If an input varies by only a millionth of the agreed range, its deviation still has six digits."""
+"""Rounding steps under masks: means and squares relative to the largest input, products at unit deviation. If an input
+varies by only a millionth of the agreed range, its deviation still has six digits."""
 
 
 class RidgeRows(NamedTuple):
-    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, with the indices of these rows."""
+    """Inputs ``[N, p]`` and targets ``[N, c]`` of a client's complete training rows, with these rows' indices."""
 
     x: Tensor
     y: Tensor
@@ -190,7 +190,7 @@ def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor
         beta: solution of the system, ``[p, c]``.
         error: error of each number in the Gram matrix, given as its upper triangle followed by the products with the
             targets.
-        penalty: rounding errors of the ridge's penalties, ``[p]``.
+        penalty: rounding errors of the ridge penalties, ``[p]``.
     """
     p, c = beta.shape
     half = p * (p + 1) // 2

@@ -27,10 +27,9 @@ UNIT_FACTORS = {
 }  # fmt: skip
 """Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
-"""Relative tolerance within which the ratio of two clients' medians is regarded as the ratio of two units."""
+"""Relative tolerance within which the ratio of two clients' medians counts as the ratio of two units."""
 NOTED_DISTANCE = 1.0
-"""Distance between a client's mean and that of the other clients from which on a note is added, in standard deviations
-of the other clients' rows.
+"""Distance of a client's mean from the others' mean that causes a note, in the others' standard deviations.
 
 For comparison, Cohen calls an effect of 0.8 large.
 """
@@ -55,7 +54,7 @@ class SummaryColumn:
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
-        of: merged bin that each agreed bin belongs to, ``[bins]``.
+        of: merged bin to which each agreed bin belongs, ``[bins]``.
     """
 
     name: str
@@ -107,11 +106,12 @@ def describe_number(
     gaps = [abs(mean[a] - mean[b]) / np.sqrt((deviation[a] ** 2 + deviation[b] ** 2) / 2) for a, b in pairs
             if deviation[a] + deviation[b] > 0]  # fmt: skip
     squares = float((of.squares + n * (of.centre[:-1] - of.centre[-1]) ** 2).sum())
-    if len(full) == 2:
+    p = None
+    if (n > 0).sum() > 2:  # a group of one row has no deviation, but a mean
+        p = _f_test(squares - float(of.squares.sum()), squares, int((n > 0).sum()), n.sum())
+    elif len(full) == 2:
         a, b = full
         p = stats.ttest_ind_from_stats(mean[a], deviation[a], n[a], mean[b], deviation[b], n[b], equal_var=False).pvalue
-    else:
-        p = _f_test(squares - float(of.squares[full].sum()), squares, len(full), n[full].sum())
     for g in some:
         counts = counted[g][:-3]
         middle = {name: _quantile(edges, counts, level) for name, level in TABLE_QUANTILES.items()}
@@ -128,7 +128,7 @@ def describe_number(
 def _bound(of: GroupMoments, group: int) -> float | None:
     """Return the largest effect of rounding on the mean or deviation of a group.
 
-    Return None for fewer than two rows.
+    Return None if there are fewer than two rows.
     """
     n, squares = of.rows[group], of.squares[group]
     if n < 2:
@@ -167,7 +167,7 @@ def describe_code(
 def _f_test(between: float, total: float, groups: int, rows: float) -> float | None:
     """Return the p value of a one-way analysis of variance.
 
-    Return None if there are fewer than two groups or if there is no spread.
+    If there are fewer than two groups or no spread, return None.
     """
     within = total - between
     if groups < 2 or rows <= groups or within <= 0:
@@ -184,7 +184,7 @@ def _difference(first: Floats, second: Floats) -> float:
 
 
 def _quantile(edges: Floats, counts: Floats, level: float) -> float | None:
-    """Return a quantile computed from counts in bins, in which rows are assumed to be spread evenly.
+    """Return a quantile computed from counts in bins, assuming that rows are spread evenly within each bin.
 
     Return None if there are no rows.
     """

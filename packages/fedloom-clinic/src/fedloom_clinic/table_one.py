@@ -1,7 +1,7 @@
-"""Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, and tests of homogeneity.
+"""Table 1: counts, means, deviations, missing cells, histograms and quantiles by group, with tests of homogeneity.
 
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
-standardized difference of levels). The tests are those of SciPy, computed from the same sums.
+standardized difference of levels). The tests are those of SciPy, but are computed from the same sums.
 
 Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
 means of a second question.
@@ -52,13 +52,13 @@ HOMOGENEITY_STEP = 2.0**-3
 """Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
 statistic."""
 MIN_COMPARED_CLIENTS = 5
-"""Minimum number of clients for which statistics over clients are computed if small cells are merged.
+"""Minimum number of clients over which statistics are computed if small cells are merged.
 
-A statistic over three or four clients, together with the totals, would leave few possible counts for each client.
+A statistic over three or four clients, together with the totals, would leave only a few possible counts for each
+client.
 """
 MIN_LEVEL_SHARE = 0.05
-"""Share of a level below which its statistic is rounded more coarsely, because the statistic is divided by the
-share."""
+"""Share of a level below which the level's statistic is rounded more coarsely, because it is divided by the share."""
 GAPS_NOTE = (
     "cells that are missing or beyond the range, of fewer than {} subjects of a client, are not counted: they take the "
     "client's mean or most frequent level, or the end of the range"
@@ -239,7 +239,7 @@ class TableOne(ScriptedAnalysis):
         return table, None
 
     def _agreed(self, schema: Schema) -> list[SummaryColumn]:
-        """Return every column with the agreed bins and all levels."""
+        """Return every column with its agreed bins and all its levels."""
         columns = list[SummaryColumn]()
         for place, column in enumerate(schema.columns):
             if column.name == self.group:
@@ -254,7 +254,7 @@ class TableOne(ScriptedAnalysis):
         return columns
 
     def _cells(self, terms: AnalysisTerms) -> tuple[MergedCells, list[SummaryColumn]]:
-        """Return the groups and the columns with those cells in which enough clients have enough rows."""
+        """Return the groups, and the columns with only those cells in which enough clients have enough rows."""
         names, columns = groups_of(terms.schema, self.group, len(terms.sizes)), self._agreed(terms.schema)
         flags = torch.stack(terms.published)
         groups = merged_cells(names, flags[:, : len(names)], terms.rules)
@@ -278,7 +278,7 @@ class TableOne(ScriptedAnalysis):
         """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
 
         A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
-        the nearest end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
+        the nearer end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
         of a client.
         """
         if terms.rules.min_subjects == 1:
@@ -313,7 +313,7 @@ def compares_clients(terms: AnalysisTerms) -> bool:
 
 
 def _scaled(client: ClientRows, column: SummaryColumn) -> tuple[Tensor, Tensor]:
-    """Return a number scaled to [-1, 1] ``[N]``, and flags of cells that are present and within the agreed range."""
+    """Return a number scaled to [-1, 1] as ``[N]``, and flags of cells that are present and within the agreed range."""
     assert column.edges is not None
     values, low, high = client.x[:, column.place], column.edges[0], column.edges[-1]
     whole = (values >= low) & (values <= high)
@@ -329,7 +329,7 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of subjects that have a row in each cell of a column.
 
-    The counts are in the order of the column's values in an answer. At the place of a sum, the count is 0.
+    The counts follow the order of the column's values in an answer. At the place of a sum, the count is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:

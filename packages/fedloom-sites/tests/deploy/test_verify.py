@@ -37,7 +37,8 @@ from tests.deploy.scene import FIRST, Scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, secured
 
 VERIFIED = {"verify": True}
-SHORT: dict[str, Any] = {"rounds": 3, "evaluate": {"every": 2}}
+SHORT: dict[str, Any] = {"rounds": 2, "evaluate": {"every": 1}}
+THREE: dict[str, Any] = {"rounds": 3, "evaluate": {"every": 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def alarms_of(here: Scene, c: int) -> list[str]:
     return [x["reason"] for x in Audit(here.sites[c].folder / SENT_FILE).lines() if x["what"] == "alarm"]
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "feddyn", "fedopt"])
+@pytest.mark.parametrize("name", ["flame", "fedopt"])
 def test_an_honest_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
     plain = secured(tmp_path / "plain", name, **SHORT)
     verified = secured(tmp_path / "verified", name, agreed=VERIFIED, **SHORT)
@@ -147,7 +148,7 @@ def repeat_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lie_about_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server claims that the sum does not contain site 4."""
-    honest, keep = server_sites.result_of, relay.Relays.keep_vectors
+    honest, keep = server_sites.make_result, relay.Relays.keep_vectors
 
     def claim(job: Any, ids: Any, clients: Collection[int], *rest: Any) -> Any:
         return honest(job, ids, [c for c in clients if c != 4], *rest)
@@ -155,7 +156,7 @@ def lie_about_survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(self: Any, t: int, nonce: bytes, terms: Any, adverts: bytes, signed: Any, vectors: Any) -> None:
         keep(self, t, nonce, terms, adverts, signed, {c: v for c, v in vectors.items() if c != 4})
 
-    monkeypatch.setattr(server_sites, "result_of", claim)
+    monkeypatch.setattr(server_sites, "make_result", claim)
     monkeypatch.setattr(relay.Relays, "keep_vectors", record)
 
 
@@ -221,7 +222,7 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
     session = secure.session_of(name, agreed.threshold, secure.read_adverts(adverts))
     bound = secure.bound_to(session, read_terms(terms).digest, range(5))
     numbers = np.frombuffer(bytes_of[4][SIGNATURE_BYTES:], dtype="<u8") + np.uint64(1)
-    second = signing_key_of(4).sign(relay.signed_vector(bound, numbers.tobytes())) + numbers.tobytes()
+    second = signing_key_of(4).sign(relay.encode_vector_statement(bound, numbers.tobytes())) + numbers.tobytes()
     shown = {c: vectors if c < 3 else secure.join_parts(bytes_of | {4: second}) for c in range(5)}
     fresh = [site.with_(state=tmp_path / f"fresh-{site.client}") for site in here.sites]
     links, members = list[bytes](), list[SessionMember]()
@@ -304,8 +305,8 @@ def test_a_round_that_is_given_up_does_not_extend_the_chain(tmp_path: Path, monk
         return honest(self, pending)
 
     monkeypatch.setattr(sums.SecureSums, "_open", fail)
-    plain = secured(tmp_path / "plain", "fedavg", **SHORT)
-    verified = secured(tmp_path / "verified", "fedavg", agreed=VERIFIED, **SHORT)
+    plain = secured(tmp_path / "plain", "fedavg", **THREE)
+    verified = secured(tmp_path / "verified", "fedavg", agreed=VERIFIED, **THREE)
     assert plain.serve() is verified.serve() is Stop.DONE
     assert len(verified.audit("given up")) == 1
     check_equal(plain, verified)
@@ -316,7 +317,7 @@ def test_a_round_that_is_given_up_does_not_extend_the_chain(tmp_path: Path, monk
 
 
 def test_a_site_that_has_lost_its_chain_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
-    here = secured(tmp_path, "fedavg", agreed=VERIFIED, **SHORT)
+    here = secured(tmp_path, "fedavg", agreed=VERIFIED, **THREE)
     with pytest.raises(Killed):
         here.serve(here.grid(partial(kill, stop=("masked", 3, 1))))
     shutil.rmtree(here.sites[0].folder / "verified")
@@ -355,6 +356,6 @@ def test_experiments_with_the_same_initial_model_have_the_same_first_link(tmp_pa
     """So all sums for this model cover the same sites, as without verify."""
     one, other = secured(tmp_path / "one", "fedavg"), secured(tmp_path / "other", "fedprox", name="other", rounds=9)
     third = secured(tmp_path / "third", "fedavg", seeds=[1])
-    links = [relay.first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
+    links = [relay.compute_first_link(here.server, here.experiment.methods[0].setting) for here in (one, other, third)]
     assert one.server.fingerprint != other.server.fingerprint
     assert links[0] == links[1] != links[2]

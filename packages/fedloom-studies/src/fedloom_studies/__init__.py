@@ -1,1 +1,1 @@
-"""Studies made with fedloom: tables and figures of papers, and a map of all methods in many federations."""
+"""Studies made with fedloom: tables and figures in papers, and a map of all methods in many federations."""

@@ -1,4 +1,4 @@
-"""Writing of a generated page together with its appendices, and adjustment of the links between them."""
+"""Writing of a generated page and its appendices, with adjusted links between them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedloom.storage import make_folder, write_atomic
 PAGE_STARTS = (b"#", b"<", b"-")
 """Possible first bytes of a Markdown page that these commands write: a heading, a tag, or front matter."""
 DOCS_FOLDER, PAGES_FOLDER = Path("docs"), Path("studies") / "pages"
-"""Folders for pages and for appendices in a checkout of the repository."""
+"""Folders for pages and for their appendices in a checkout of the repository."""
 
 
 def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | bytes]]) -> None:
-    """Write a page, and write its appendices to a folder.
+    """Write a page, and its appendices in a folder.
 
     The folder is next to the page, or in studies/pages if the page is in the docs of a checkout.
 

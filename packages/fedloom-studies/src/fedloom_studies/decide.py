@@ -2,7 +2,7 @@
 
 The file ``decide.toml`` lists every open headline claim on the page of the papers. For each claim, it names the
 experiment that may settle it, with its cost, or the reason why the claim stays open. An experiment either adds seeds to
-a recorded recipe, with the settings that were chosen then, or runs a recipe for the first time.
+a recorded recipe, with the settings that were chosen at that time, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LeftOpen(Value):
 
 @cache
 def decisions() -> tuple[tuple[Decision, ...], tuple[LeftOpen, ...]]:
-    """Return the experiments, in order of cost per claim, and the claims that stay open."""
+    """Return the experiments, in order of cost per claim, and the claims that stay undecided."""
     document = tomllib.loads(files("fedloom_studies").joinpath("decide.toml").read_text())
     experiments = sorted((Decision(**one) for one in document["experiment"]), key=lambda one: one.price)
     return tuple(experiments), tuple(LeftOpen(**one) for one in document["left"])
@@ -97,7 +97,7 @@ def add_seeds(
         data_dir: folder with the data sets.
         workers: number of processes.
         budget: time limit of the runs.
-        show: function that shows progress.
+        show: function that displays progress.
     """
     budget, numbers, failures = budget or TimeBudget(), dict(summary.numbers), list(summary.failures)
     for variant, document in recipe.make_documents(summary.scale, seeds).items():
@@ -127,7 +127,7 @@ def merge_seeds(
 ) -> dict[str, dict[str, float | None]]:
     """Return two sets of recorded values, merged seed by seed.
 
-    If a seed was run again, its new values replace the old ones.
+    If a seed was run again, its new values replace the old values.
     """
     return {
         reference: dict(
@@ -140,7 +140,7 @@ def merge_seeds(
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
     """Return True if seeds can be added to a recorded summary.
 
-    If no seeds can be added, the whole recipe must be run.
+    If no seeds can be added, the entire recipe must be run.
     """
     return summary is not None and summary.complete and not earlier(recipe, summary)
 

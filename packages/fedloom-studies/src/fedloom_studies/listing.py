@@ -1,4 +1,4 @@
-"""Cache for the rows of listings. The rows are estimated again only if something has changed."""
+"""Cache for the rows of listings. The rows are estimated again only after a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fedloom
 from fedloom import cache
 
 LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
-"""Folders with the code that produces a listing."""
+"""Folders that contain the code that produces a listing."""
 
 
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:

@@ -24,7 +24,7 @@ NEW_RESULTS = Path("runs") / "results"
 
 
 def choose_folder(results: Path | None) -> Path:
-    """Return the folder for records: the one given, or else the one in the checkout, or else ``runs/results``.
+    """Return the folder for records: the given one, otherwise the one in the checkout, otherwise ``runs/results``.
 
     When ``runs/results`` is created, the records in the installed package are copied to it.
 
@@ -50,10 +50,10 @@ def choose_folder(results: Path | None) -> Path:
 def records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the records in a file, each as a new dictionary.
 
-    If a record occurs twice because of a merge, it is yielded twice, in order.
+    A record that occurs twice because of a merge is yielded twice, in the order of the file.
 
     Raises:
-        RunDirError: a line is not a record. The message names the file and the line.
+        RunDirError: a line of the file is not a record. The message names the file and the line.
     """
     try:
         state = file.stat()

@@ -36,7 +36,7 @@ from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.cards import COUNTED_METHODS
 from fedloom.lab.experiment.units.executors import EXECUTOR_KINDS
-from fedloom.lab.report import MODERATED_LEVEL, prior_of
+from fedloom.lab.report import MODERATED_LEVEL, family, prior_of, seeds_for
 from fedloom.lab.tune import replace_params
 from fedloom_studies.map import references
 from fedloom_studies.map.budget import GradientBudget
@@ -125,8 +125,11 @@ def test_all_setups_fit_into_their_hours_and_no_seed_is_used_twice() -> None:
     assert sum(setup.decide_share(protocol) for setup in FULL.values() for protocol in PROTOCOLS) <= 24 * 60
     assert {setup.document["rounds"] for setup in FULL.values()} == {40}
     for setup in FULL.values():
-        looks = [*setup.tuning, *setup.seeds, *setup.again]
-        assert len(set(looks)) == len(looks) == 2 + 5 + 5
+        looks = [*setup.tuning, *setup.seeds, *setup.further, *setup.again]
+        assert len(set(looks)) == len(looks) == 2 + 20 + 5
+        counts = [len(stage) for stage in setup.stages]
+        assert counts == [5, *setup.plan] == sorted({*counts})
+        assert counts[-1] <= 20
 
 
 @pytest.mark.parametrize("setup", FULL.values(), ids=lambda s: s.name)
@@ -147,7 +150,7 @@ def test_every_setup_can_be_drawn_with_all_of_its_seeds(setup: Setup) -> None:
     except DataError as missing:
         pytest.skip(str(missing))
     clients = {"hospitals": 4, "occupations": 14, "cross-device": 500}.get(setup.name, 20)
-    for seed in (*setup.tuning, *setup.seeds, *setup.again):
+    for seed in (*setup.tuning, *setup.stages[-1], *setup.again):
         fed = plan.partition(data, seed)
         assert fed.n == clients
         for part in ("train", "validation", "test"):
@@ -370,6 +373,52 @@ def test_the_planned_seeds_show_the_gain_with_its_probability() -> None:
     assert DETECTION_PROBABILITY - 0.01 <= power <= DETECTION_PROBABILITY + 0.15  # whole seeds
 
 
+def test_the_seeds_of_a_plan_are_judged_together_as_soon_as_every_method_has_run_them() -> None:
+    """In one look, that replaces a significant verdict too; until then, their results change nothing."""
+    setup = replace(FULL["iid"], plan=(7, 8))
+    rng = np.random.default_rng(1)
+    means = {m: rng.normal(centre, 0.01, 8) for m, centre in (
+        ("local", 0.5), ("fedavg", 0.7), ("ditto", 0.75), ("apfl", 0.7), ("cfl", 0.69), ("flame", 0.68))}  # fmt: skip
+    means["ditto"][5:] -= 0.3
+    names = list(map(str, setup.stages[-1]))
+
+    def with_seeds(counts: dict[str, int]) -> SetupVerdict:
+        cells = {}
+        for m, values in means.items():
+            whole = record(setup, m, values.tolist())
+            kept = dict(zip(names, whole.seeds.values(), strict=True))
+            cells[setup.name, m] = replace(whole, seeds={s: kept[s] for s in names[: counts.get(m, 8)]})
+        return judge(setup, cells)
+
+    first = with_seeds(dict.fromkeys(means, 5))
+    assert {s.method for s in first.standings if s.better} == {"ditto"}
+    assert "8 seeds are planned, but not yet run by every method" in sentences(first)[-1]
+    for partial in ({"cfl": 5}, dict.fromkeys([*means][1:], 5), {"ditto": 6}):
+        found = with_seeds(partial)
+        assert (found.standings, found.needed, found.seeds) == (first.standings, first.needed, setup.seeds)
+    for count in (7, 8):
+        found = with_seeds(dict.fromkeys(means, count) | {"local": 8})
+        assert found.seeds == setup.stages[-1][:count]
+        assert not [s for s in found.standings if s.better]
+        assert {*map(tuple, (s.figures["mean"].by_seed for s in found.standings))} == {setup.stages[-1][:count]}
+    assert "planned" not in sentences(found)[-1]
+
+
+def test_seeds_planned_from_the_spread_keep_the_error_of_a_family() -> None:
+    """Without a correction for the second look, because no observed gain decides on it."""
+    rng, families, false, sizes = np.random.default_rng(2), 300, 0, set[int]()
+    for _ in range(families):
+        sigma = 0.011 / np.sqrt(rng.chisquare(4, 40) / 4)
+        values = rng.normal(0, sigma[:, None], (40, 20)) + rng.normal(0, 0.005, 20)  # gains share the baseline
+        prior = prior_of([*values[:, :5]])
+        assert prior is not None
+        count = min(20, max(5, seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / 40, DETECTION_PROBABILITY)))
+        tests = family({k: dict(enumerate(row[:count].tolist())) for k, row in enumerate(values)}, moderate=True)
+        false, sizes = false + any(test.significant for test in tests.values()), sizes | {count}
+    assert false <= 0.05 * families
+    assert len(sizes) > 3
+
+
 class Recomputed:
     """What the page states of a setup, from the rows of the table alone, by the script that shares no code."""
 
@@ -385,7 +434,7 @@ class Recomputed:
         self.better, self.worse = (
             [m for m in others if self.judged.verdicts[m] == word] for word in ("better", "worse")
         )
-        self.decides = self.judged.needed <= 5
+        self.decides = self.judged.needed <= len(self.means["fedavg"])
         self.mark = "fedavg" if self.reference == "local" else "local"
         apart = self.judged.verdicts[self.mark] == "worse"
         alone = self.reference if self.decides and apart else "inconclusive"
@@ -569,6 +618,8 @@ class RecomputedChange:
 
     def __init__(self, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
         self.lower, self.higher = list[str](), list[str]()
+        both = {row["seed"] for row in after}  # the first seeds: those of a plan run at equal rounds only
+        before = [row for row in before if row["seed"] in both]
         spent = {(row["method"], row["seed"]): row["gradients"] for row in before}
         dear = {m for (m, k), own in spent.items() if own and not 0.99 <= own / (spent["fedavg", k] or own) <= 1.01}
         anew = {row["method"] for row in after if row["mean"] is not None and row["method"] in dear}
@@ -1047,6 +1098,27 @@ def test_a_second_look_has_other_seeds_and_what_was_chosen(here: Path) -> None:
     for key, record in after.items():
         assert record.again.keys() == {"10"}
         assert replace(record, again={}, minutes=0) == replace(before[key], minutes=0)
+
+
+def test_seeds_that_a_plan_adds_have_the_records_of_seeds_that_were_run_at_once(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--method", "fedprox", "--setup", "iid", "--results")
+    known = {"iid": replace(SMOKE["iid"], trials=1)}
+    monkeypatch.setattr("fedloom_studies.map.setups.setups", lambda _scale: known)
+    called(*words, "later", "--out", "runs/later")
+    known["iid"] = replace(known["iid"], plan=(3,))
+    assert "3" in called(*words, "later", "--list")
+    called(*words, "later", "--out", "runs/later")
+    called(*words, "once", "--out", "runs/once")
+    later, once = (read_records(Path(name, "map-smoke.jsonl")) for name in ("later", "once"))
+    assert {key: replace(r, minutes=0) for key, r in later.items()} == {
+        key: replace(r, minutes=0) for key, r in once.items()
+    }
+    assert {tuple(r.seeds) for r in later.values()} == {("0", "20", "21")}
+    before = Path("later", "map-smoke.jsonl").read_bytes()
+    called(*words, "later", "--out", "runs/later")
+    assert Path("later", "map-smoke.jsonl").read_bytes() == before
 
 
 def test_a_record_is_written_and_read_alike(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ class Places:
             return (
                 'it belongs to the name of a method. Give the method with it, as fl.algorithms.FLAME(defaults="paper")'
             )
+        if key == "name" and self.method and self.file:
+            return f"the name of a method in tables and charts is its label: label = {_toml(value)}"
         places = (self._place(name, value, table) for name in names)
         # other data would be another experiment, so their options come last
         return self.special(key, value) or next(filter(None, places), "") or other or self._option(key, value)

@@ -76,6 +76,7 @@ def test_what_the_sentence_says_works() -> None:
             "it belongs in [local]: lr = 0.1. For this method alone, local = { lr = 0.1 }",
         ),
         ({"method": [{"algorithm": "fedavg", "servr_lr": 1.0}]}, "did you mean 'server_lr'"),
+        ({"method": [{"algorithm": "fedavg", "name": "a"}]}, "unknown key 'name'; the name of a method in tables and"),
         ({"local": {"learning_rate": 0.1}}, "did you mean 'lr'"),
         ({"partition": {"kind": "iid", "alpha": 0.1}}, "[partition]: unknown key 'alpha'; it is an option of kind"),
         ({"seed": 1}, "did you mean 'seeds'"),

@@ -1,4 +1,4 @@
-"""Commands that this package adds to the command ``fedloom``."""
+"""Commands with which this package extends the command ``fedloom``."""
 
 from fedloom_clinic.cli import cox, glm, init
 

@@ -1,6 +1,6 @@
 """Command ``fedloom cox``: Cox regression computed from sums over sites.
 
-The result equals that of the pooled rows.
+The result equals the result for the pooled rows.
 """
 
 from __future__ import annotations

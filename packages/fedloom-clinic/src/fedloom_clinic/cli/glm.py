@@ -1,6 +1,6 @@
 """Command ``fedloom glm``: linear, logistic and Poisson regression computed from sums over sites.
 
-The result equals that of the pooled fit.
+The result equals that of the fit to the pooled rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def glm(
 
     The fit uses only sums. Coefficients are printed with their names and confidence intervals.
 
-    The regression is logistic for a binary task, Poisson for counts, and linear otherwise.
+    The regression is logistic for a binary task, Poisson for counts, and linear for other targets.
 
     Example: fedloom glm patients.toml --by-client
     """

@@ -56,7 +56,7 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing experiment file")] = False,
 ) -> None:
-    """Examine a table and draft an experiment file.
+    """Examine a table and draft an experiment file for it.
 
     All findings about the table are reported together. The draft can be run without changes unless questions remain. If
     questions remain, the file contains them together with the options that answer them.
@@ -107,7 +107,10 @@ def init(
 
 
 def _try(text: str, place: Path) -> Dataset:
-    """Read the data with the draft's options and return it. This guarantees that a draft runs before it is written."""
+    """Read the data with the draft's options, and return them.
+
+    This guarantees that a draft runs before it is written.
+    """
     from fedloom.lab.experiment import parse
 
     document = {key: value for key, value in tomllib.loads(text).items() if key != "questions"}

@@ -1,4 +1,4 @@
-"""Options of the commands that fit a regression with a penalty."""
+"""Options for commands that fit a regression with a penalty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Strength = Annotated[
 
 
 def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | None:
-    """Return the value of --strength. Return None if the penalty is not a ridge.
+    """Return the value of the option --strength. Return None if the penalty is not a ridge.
 
     Raises:
         ConfigError: the value is neither a number above 0 nor cv, or the penalty is not a ridge.

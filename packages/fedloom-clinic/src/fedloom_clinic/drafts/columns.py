@@ -34,7 +34,7 @@ SITE_WORDS = words(
     "centro ziekenhuis szpital sjukhus 医院 больница"
 )
 """Words for organizations that collect rows. A ward, region, country or group is a property of a row, so the survey
-only mentions it as a possible site."""
+mentions it only as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
 """Words for properties of a row that may also be the row's site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
@@ -112,7 +112,7 @@ class Survey:
         """Return the columns that name the site of a row, and the columns that may name it.
 
         Args:
-            excluded: the target and its event, which cannot be sites.
+            excluded: the target and its event column, neither of which can be the site column.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -134,7 +134,7 @@ class Survey:
     def subjects(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
         """Return the column that names the subject of a row, and other columns that may name it.
 
-        If a table has patients and stays, the subject is the patient, because a patient has several stays.
+        If a table has both patients and stays, the subject is the patient, because one patient can have several stays.
 
         Args:
             excluded: the target, its event and the sites of rows.

@@ -1,4 +1,4 @@
-"""Text of a drafted experiment file, with a comment on each choice."""
+"""Text of a drafted experiment file, in which each choice has a comment."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fedloom.data.survey.facts import ColumnProfile
 from fedloom_clinic.drafts.columns import Survey
 
 MIN_SITE_ROWS = 5
-"""Minimum number of rows with which a site takes part. With fewer rows, columns could not be scaled reliably."""
+"""Minimum number of rows that a site needs to take part. With fewer rows, columns cannot be scaled reliably."""
 MAX_SHOWN_NAMES = 8
-"""Maximum number of names that a sentence lists."""
+"""Maximum number of names listed in a sentence."""
 QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
@@ -26,7 +26,7 @@ MAX_LIST_CHARACTERS = 120
 
 
 class ColumnRoles(NamedTuple):
-    """Roles of the columns of a table in an experiment.
+    """Roles of a table's columns in an experiment.
 
     Attributes:
         survey: survey of the table.
@@ -38,12 +38,12 @@ class ColumnRoles(NamedTuple):
         drop: columns that are left out, with the reasons.
         missing: cells that mean missing, in addition to the usual markers.
         impute: True if some cells of features are missing.
-        shifts: sites whose numbers may be in a different unit, for each column.
+        shifts: for each column, the sites whose numbers may be in a different unit.
         clients: number of clients, used if no column names a site.
         width: number of features.
         questions: questions that users must answer before the draft can be run.
         subject: column that names the subject of each row.
-        order: column of dates that may define the order of rows. The draft only proposes this order.
+        order: column of dates that may define the order of rows. The draft merely proposes this order.
         labels: label columns of a multilabel task.
     """
 
@@ -71,7 +71,7 @@ def experiment_file(roles: ColumnRoles, place: Path, agreement: Path | None = No
     Args:
         roles: roles of the columns.
         place: path of the file.
-        agreement: document that states the meaning of the columns. If None, the meaning is inferred from the table.
+        agreement: document that explains the meaning of the columns. If None, the meaning is inferred from the table.
     """
     if roles.site is not None:
         partition: dict[str, Any] = {"kind": "natural", "min_size": MIN_SITE_ROWS}

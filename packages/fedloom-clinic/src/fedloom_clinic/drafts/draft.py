@@ -45,14 +45,14 @@ DOUBTFUL_IF_LATER = 0.75
 
 
 class Draft:
-    """Draft of an experiment file, with the roles of a table's columns.
+    """Draft of an experiment file, including the roles of a table's columns.
 
     Args:
         survey: survey of the table.
         by: column that names the site of each row. If None, the column is detected. If empty, no column names the site.
         target: column to predict, or the 0/1 columns of several labels. If None, the column is detected.
         event: column that is 1 for an event, if the target is the time to an event. If None, the column is detected. If
-            empty, there is no column of events.
+            empty, there is no event column.
         subject: column that names the subject of each row, if a subject may have several rows. If None, the column is
             detected. If empty, no column names the subject.
 
@@ -85,14 +85,14 @@ class Draft:
             raise DataError(f"{survey.path}: {rows}. A federation needs at least {MIN_FEDERATION_ROWS}")
         self.questions = list[str]()
         several = outcomes.labels(survey, targets, event) if len(targets) > 1 else ()
-        given = targets[0] if targets else None
-        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, given, event)
+        first_target = targets[0] if targets else None
+        outcome = outcomes.TableOutcome(several[0]) if several else outcomes.outcome(survey, first_target, event)
         self._target, self._event, self._task = outcome.target, outcome.event, ""
         self._labels = several
         if several:
             self._take_labels()
         elif outcome.target is not None:
-            self._take_target(outcome.target, given is not None, outcome.alternatives)
+            self._take_target(outcome.target, first_target is not None, outcome.alternatives)
         else:
             self.questions.append(outcome.question)
             self.report.append(f"target: not clear: {outcome.question}")
@@ -110,7 +110,7 @@ class Draft:
 
     @property
     def asks(self) -> bool:
-        """True if the target is unknown, so that the draft cannot be used to read a data set."""
+        """True if the target is unknown, so that a data set cannot be read with the draft."""
         return self._target is None
 
     @property
@@ -213,11 +213,11 @@ class Draft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """Target or labels, and event, if they are known. Missing columns are omitted."""
+        """The target or the labels, and the event, as far as they are known. Missing columns are omitted."""
         return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
-        """Choose the column that names the subject of a row. A column that names sites is not chosen."""
+        """Choose the column that identifies the subject of a row. A column that names sites is not chosen."""
         survey = self._survey
         roles = [column.name for column in self._outcome]
         sites = survey.sites(roles)[0] if by is None else [by]
@@ -257,8 +257,10 @@ class Draft:
         sure, doubtful = survey.sites([column.name for column in self._outcome])
         has_target = np.ones(survey.rows, bool)
         if target is not None:
-            known = [(column.cells != "") & ~np.isin(column.cells.astype(str), column.odd) for column in self._outcome]
-            has_target = np.any(known, 0) if self._labels else known[0]
+            present = [
+                (column.cells != "") & ~np.isin(column.cells.astype(str), column.odd) for column in self._outcome
+            ]
+            has_target = np.any(present, 0) if self._labels else present[0]
 
         subject = self._subject
         if subject is not None:
@@ -323,7 +325,7 @@ class Draft:
         self._report_gaps(site)
 
     def _say_events(self, target: ColumnProfile) -> None:
-        """Add a question about the rarest class, which states its rows by site and the sites that have few of them."""
+        """Add a question about the rarest class, with its rows at each site and the sites that have few of them."""
         counts = by_site.events(target, self._rows)
         totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
         rare = min(totals, key=lambda name: totals[name])
@@ -397,7 +399,7 @@ class Draft:
 
     @staticmethod
     def _clashes(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
-        """Return numbers that mean missing in some column, each with the columns in which it is an ordinary number."""
+        """Return numbers that mean missing in some columns, each with the columns in which it is an ordinary number."""
         marks = {level for c in numbers for level in c.extremes}
         return {
             mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks
@@ -443,14 +445,14 @@ class Draft:
         return "classification" if self._labels or column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:
-        """Report the levels of a column that may mean missing."""
+        """Report the levels of a column that may stand for a missing value."""
         if missing := [level for level in c.levels if level.strip().lower() in LEVELS_TOO]:
             self._say(c, f"{_list(missing)} may mean missing. Name such cells in missing, with impute = true")
 
     def agreement(self, data: Dataset) -> Agreement:
         """Return the agreement that sites would sign, based on the drafted data.
 
-        The agreement leaves units open and takes ranges from the table.
+        The agreement leaves units unspecified and takes ranges from the table.
 
         Args:
             data: data that were read with the draft.
@@ -472,7 +474,7 @@ class Draft:
         return agreed.drop_rare_levels({c.name: survey_levels(self._survey.columns[c.name], subject) for c in columns})
 
     def text(self, place: Path, agreement: Path | None = None) -> str:
-        """Return the text of the experiment file, see `experiment_file`."""
+        """Return the text of the experiment file (see `experiment_file`)."""
         roles = ColumnRoles(
             self._survey, self._task, self._target, self._event, self._site, self._categorical, self._drop, self._odd,
             self._impute, self._shifts, self._clients, self._width, self.questions, self._subject, self._order,
@@ -485,7 +487,7 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
     """Return a sentence for each column that has levels which an agreement does not name.
 
     Args:
-        data: data with all levels.
+        data: data that contain all levels.
         agreement: agreement of the data.
     """
     assert isinstance(data.prepare, Table)
@@ -500,7 +502,10 @@ def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
 
 
 def survey_levels(column: ColumnProfile, subject: ColumnProfile | None = None) -> dict[str, int]:
-    """Return the number of rows, or of subjects, for each level of a column. Levels are named as in data sets."""
+    """Return the number of rows, or of subjects, for each level of a column.
+
+    Levels are named as they are in data sets.
+    """
     counts = Counter[str]()
     if subject is not None:
         pairs = {*zip(column.cells.tolist(), subject.cells.tolist(), strict=True)}

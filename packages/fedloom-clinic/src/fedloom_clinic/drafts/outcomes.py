@@ -36,8 +36,8 @@ treatment."""
 WHOLE_NAME_PATTERN = re.compile(r"^(days|weeks|months|t?stop)$", re.IGNORECASE)
 """Pattern of names that mean the time under observation if no other column is a time."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
-"""Pattern of names of times that occur only in survival tables. If a table has only other times, a column of deaths may
-be a class to predict."""
+"""Pattern of names of times that occur only in survival tables. If a table contains only other times, a column of
+deaths may be a class to be predicted."""
 EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$",
     re.IGNORECASE,
@@ -52,8 +52,8 @@ LONGER_TIME_PROBABILITY = 0.75
 """Probability from which on the convention is regarded as confirmed. This is the probability that a censored time is
 longer than the time of an event.
 
-In 5 of the 14 public tables with an event whose correct roles were written down beforehand, the probability is at least
-this high. In none of them is it so low that 0 and 1 would be confused (the lowest value is 0.31).
+In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
+this high. In none of these tables is it so low that 0 and 1 would be confused (the lowest value is 0.31).
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Pattern of names that mean the time at which observation starts."""
@@ -79,7 +79,7 @@ TARGET_WORDS = words(
 )
 """Words that identify a target and have no other meaning if the column is at the usual position."""
 OTHER_MEANING_WORDS = words("target targets label labels y")
-"""Words in `TARGET_WORDS` that have another meaning if the column is inside a table: an aim, a caption, an income."""
+"""Words in `TARGET_WORDS` that mean something else if the column is inside a table: an aim, a caption, an income."""
 TRUTH_LEVELS = frozenset(TRUTH_WORDS) | words(
     "absent present negative positive healthy sick control case alive dead "
     "ja nein oui non si sim nao ano ne tak nie да нет"
@@ -95,7 +95,7 @@ RESULT_WORDS = words(
     "severity quality choice output ill sick expire expired default price sales "
     "outcome target label death died mortality ergebnis diagnose"
 )
-"""Words that occur in the names of outcomes but also in the names of features."""
+"""Words that occur in the names of outcomes, but also in those of features."""
 
 (
     TARGET_NAME_POINTS,
@@ -111,8 +111,7 @@ the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's
 position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
 `TARGET_WORDS`."""
 SURE_POINTS = 3
-"""Number of points from which on the first candidate is chosen, provided that it leads the second candidate by at least
-`MIN_LEAD_POINTS`."""
+"""Points from which on the first candidate is chosen if it leads the second by at least `MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate in points.
 
@@ -128,11 +127,11 @@ class TableOutcome(NamedTuple):
 
     Attributes:
         target: column to predict. If None, the draft asks the user for the target.
-        event: column that is 1 if the target, which is a time, ended with an event, and 0 if it is censored. None for
+        event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None for
             other tasks.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
         note: sentence about another possible choice, or "" if there is none.
-        alternatives: names of other columns that may be the target.
+        alternatives: names of other columns that could be the target.
     """
 
     target: ColumnProfile | None
@@ -148,20 +147,20 @@ def is_event(column: ColumnProfile) -> bool:
 
 
 def is_coded(column: ColumnProfile) -> bool:
-    """Return True if a column may contain events with other codes than 0 and 1, such as 1 and 2 or competing causes."""
+    """Return True if a column may contain events with codes other than 0 and 1, such as 1 and 2 or competing causes."""
     values = set(column.numbers.tolist())
     return column.whole and 2 <= len(values) <= MOST_CODES and not is_event(column) and min(values) in (0, 1)
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column has the name of a time and contains more than two distinct numbers, all at least 0."""
+    """Return True if a column is named like a time and contains more than two distinct numbers, all at least 0."""
     numbers = column.numbers
     named = TIME_PATTERN.search(column.name) and not OTHER_TIME_PATTERN.search(column.name)
     return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).all())
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Return True if a column has the name of a count and more than two distinct integers, with the minimum 0."""
+    """Return True if a column has the name of a count, and more than two distinct integers with the minimum 0."""
     numbers = column.numbers
     return (
         column.whole
@@ -172,7 +171,7 @@ def is_count(column: ColumnProfile) -> bool:
 
 
 def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutcome:
-    """Return the outcome for which an experiment is drafted: the requested one, or else the clearest one.
+    """Return the outcome for which an experiment is drafted: the requested one if given, otherwise the clearest one.
 
     Args:
         survey: survey of the table.
@@ -180,7 +179,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
         event: event column that the user requested. If None, the column is detected. If empty, there is no event.
 
     Raises:
-        ConfigError: the requested event column contains other values than 0 and 1, or no column is a time.
+        ConfigError: the requested event column contains values other than 0 and 1, or no column contains times.
     """
     times = [c for c in survey.columns.values() if is_time(c)]
     if event:  # not "", which means none
@@ -225,7 +224,7 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
 
 def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[ColumnProfile, ...]:
-    """Return the columns of a multilabel task that the user requested.
+    """Return the columns that the user requested for a multilabel task.
 
     Raises:
         ConfigError: a column does not exist, is named twice, or contains other values than 0 and 1, or there is an
@@ -247,7 +246,7 @@ def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[Col
 
 
 def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """Return the outcome for which there is the clearest evidence."""
+    """Return the outcome that has the clearest evidence."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points, unsure = _points(survey)
     under = [c for c in times if FOLLOW_UP.search(c.name)]
@@ -329,15 +328,15 @@ def _may_be_event(column: ColumnProfile) -> bool:
 
 
 def _is_confirmed(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Return True if a 0/1 column marks events according to the convention and its numbers confirm this.
+    """Return True if a 0/1 column marks events according to the convention, and its numbers confirm this.
 
-    The numbers confirm the convention if rows with 0 have longer times.
+    The numbers confirm the convention if the rows with 0 have longer times.
     """
     return bool(INDICATOR_PATTERN.search(column.name)) and is_event(column) and _lasts_longer(time, column)
 
 
 def _lasts_longer(time: ColumnProfile, column: ColumnProfile) -> bool:
-    """Return True if rows with 0 in a 0/1 column have the longer times, as censored rows do."""
+    """Return True if rows with 0 in a 0/1 column have longer times than the others, as censored rows do."""
     here = ~np.isnan(time.values) & ~np.isnan(column.values)
     if len(set(column.values[here])) < 2:
         return False
@@ -396,7 +395,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
 
 
 def _tells_truth(column: ColumnProfile) -> bool:
-    """Return True if a column contains yes-or-no values, which are typical of outcomes.
+    """Return True if a column contains yes-or-no values, as outcomes often do.
 
     Other texts and small sets of numbers are groups just as often as outcomes.
     """
@@ -404,7 +403,7 @@ def _tells_truth(column: ColumnProfile) -> bool:
 
 
 def _is_known(column: ColumnProfile) -> bool:
-    """Return True if a column names the date or the person of a row, which is never predicted."""
+    """Return True if a column identifies the date or the person of a row, which is never the target."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
         column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
     )
@@ -419,12 +418,12 @@ def _targets(names: Sequence[str]) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return a name with the quotes that a shell needs."""
+    """Return a name, in quotes if a shell needs them."""
     return name if re.fullmatch(r"[\w.\-/]+", name) else "'" + name.replace("'", "'\\''") + "'"
 
 
 def start_answer(survey: Survey) -> str:
-    """Return the beginning of the sentence that explains how to answer a question, up to the options."""
+    """Return the beginning of the sentence that explains how to answer a question, up to the list of options."""
     return f"answer it by: fedloom init {quoted(str(survey.path))} --force, with"
 
 
@@ -434,14 +433,14 @@ def _answers(survey: Survey, flags: Sequence[str]) -> str:
 
 
 def _question(survey: Survey, what: str, names: Sequence[str], more: str = "") -> str:
-    """Return the text of a question with its candidates."""
+    """Return the text of a question that lists its candidates."""
     shown = shorten_list([*map(repr, names)], MAX_SHOWN_CANDIDATES)
     shown += " (to choose the column without a name, write a name for it in the header)" if "" in names else ""
     return f"{what}? It may be {shown}; {_answers(survey, [f'{flag} {more}'.strip() for flag in _targets(names)])}"
 
 
 def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
-    """Return a sentence about a column that may contain the events that belong to a time.
+    """Return a sentence about a column that may contain the events for a column of times.
 
     Such a column marks censored rows or contains codes other than 0 and 1.
     """

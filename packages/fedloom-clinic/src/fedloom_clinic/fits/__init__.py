@@ -1,4 +1,4 @@
-"""Fits of regressions computed from sums over sites.
+"""Regressions fitted from sums over sites.
 
-The modules contain likelihoods, penalties, the detection of separation, and vectors of integers.
+The modules implement likelihoods, penalties, the detection of separation, and vectors of integers.
 """

@@ -3,7 +3,7 @@
 The fit equals the pooled fit, and the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
-Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
+Efron, JASA 1977. The sums over sites are computed as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 
     paper     here     meaning
     beta      beta     coefficients
@@ -13,6 +13,7 @@ Efron, JASA 1977. Sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -45,11 +46,16 @@ from fedloom_clinic.fits.separation import (
 
 TIES_METHODS = ("efron", "breslow")
 MIN_NEWTON_DECREMENT, MIN_FIRTH_DECREMENT = 1e-12, 1e-18
-"""Newton decrement below which a step is the last one. The steps with Firth's penalty converge linearly, so the
-decrement of the last step is smaller."""
+"""Newton decrement below which a step is the last one. The steps with Firth's penalty converge only linearly, so the
+limit on the last step's decrement is smaller."""
 MIN_COLUMN_WIDTH = 1e-140
-"""Minimum span of a column, and the inverse of the maximum span. Within these limits, the squares of the numbers,
+"""Minimum span of a column, and the inverse of its maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
+MAX_STALLED_DECREMENT = 1e-9
+"""Newton decrement, relative to the likelihood, below which a step that does not raise the likelihood is the last one.
+
+The rounding of sums then hides the gain, so further steps would only repeat it.
+"""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 
 
@@ -92,19 +98,24 @@ class Wald:
     beta: Floats
     se: Floats
 
+    @property
+    def degrees(self) -> float:
+        """Degrees of freedom of Student's t distribution of the tests. Infinite for the normal distribution."""
+        return math.inf
+
     def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Return the lower and upper ends of the Wald interval of each coefficient."""
-        from scipy.special import ndtri  # slow to import
+        from scipy.special import stdtrit  # slow to import
 
-        reach = ndtri(0.5 + level / 2) * self.se
+        reach = stdtrit(self.degrees, 0.5 + level / 2) * self.se
         return self.beta - reach, self.beta + reach
 
     @property
     def p_values(self) -> Floats:
         """P values of two-sided Wald tests of beta = 0, ``[p]``."""
-        from scipy.special import ndtr
+        from scipy.special import stdtr
 
-        values: Floats = 2 * ndtr(-np.abs(self.beta / self.se))
+        values: Floats = 2 * stdtr(self.degrees, -np.abs(self.beta / self.se))
         return values
 
 
@@ -140,7 +151,8 @@ def risk_sums(
         beta: coefficients, ``[p]``.
         times: event times in ascending order, ``[J]``.
         shift: number that is subtracted from x beta in each row. This shift does not change the ratios of sums.
-        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, these sums are left out.
+        metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are left
+            out.
     """
     weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
@@ -177,9 +189,9 @@ def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
 
 
 def _event_sums(sums: RiskSums, ties: str) -> Iterator[tuple[Floats, ...]]:
-    """Yield the sum of the weights at risk, followed by the weighted means of the other quantities.
+    """Yield the sum of the weights at risk, and then the weighted means of the other quantities.
 
-    These values are yielded for the first event at every time, then for the second event, and so on.
+    Values are yielded for the first event at every time, then for the second event at every time, and so on.
     """
     for k in range(int(sums.deaths.max(initial=0))):
         some = sums.deaths > k
@@ -220,7 +232,7 @@ def fit_cox(
     Each site first sends counts, the sums of its columns and of their squares, and its event times. With these sums,
     the columns are centered and scaled in the same way at all sites. In each Newton step, a site then sends its
     `risk_sums`. With `stratify`, each site has a baseline hazard of its own, and it sends only the gradient and the
-    information of its own likelihood. The result equals the pooled fit, or the stratified pooled fit.
+    information of its own likelihood. The result equals that of the pooled fit, or of the stratified pooled fit.
 
     Args:
         sites: rows of every site.
@@ -265,13 +277,13 @@ def fit_cox(
 
 
 def _strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterator[tuple[list[SurvivalSite], Floats]]:
-    """Yield each group of sites that share a baseline hazard, with the event times of the group."""
+    """Yield each group of sites with a common baseline hazard, together with the event times of the group."""
     for group in [[site] for site in sites] if stratify else [list(sites)]:
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
 
 
 def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
-    """Return the likelihood of some of the rows of each site."""
+    """Return the likelihood of some rows of each site."""
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
     strata = list(_strata(chosen, stratify=stratify))
 
@@ -307,16 +319,16 @@ def newton(
     """Return the coefficients ``[p]`` that maximize the likelihood, and the likelihood at these coefficients.
 
     All columns must have unit spread. Whether columns depend on each other linearly is checked with all coefficients at
-    0, where every row has weight. Whether rows are separated is checked after the last step, because only then has the
-    information vanished. The rows are used for this check if they are available, otherwise the sums.
+    0, where every row has weight. Whether rows are separated is checked after the last step, because the information
+    vanishes only then. This check uses the rows if they are available, and otherwise the sums.
 
     Args:
         at: function that returns the likelihood of all rows at given coefficients.
         names: names of the columns.
         separation: function that searches the rows for a direction of separation. None if the rows are not available.
-        intercepts: number of columns at the beginning that are intercepts.
-        penalty: penalty that the likelihood contains. With a ridge, columns may depend on each other. With either
-            penalty, rows may be separated.
+        intercepts: number of leading columns that are intercepts.
+        penalty: penalty that the likelihood contains. If there is a ridge, columns may depend on each other. With
+            either penalty, the rows may be separated.
         start: coefficients at which the steps start. If None, they start at 0.
 
     Raises:
@@ -339,7 +351,11 @@ def newton(
                 beta, here = beta + step, ahead
             ended = True
             break
+        wanted = beta + step
         beta, here = _stepped(at, beta, step, here)
+        if rise < MAX_STALLED_DECREMENT * max(1.0, abs(here.value)) and not np.array_equal(beta, wanted):
+            ended = True
+            break
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else None
         if direction is not None:
@@ -356,7 +372,7 @@ def newton(
 
 
 def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
-    """Return the coefficients after Newton's step, which is halved until the likelihood does not decrease."""
+    """Return the coefficients after a Newton step that is halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # too long a step overflows, and is halved
             ahead = at(beta + step)
@@ -367,11 +383,13 @@ def _stepped(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floa
 
 
 def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
-    """Raise if a column has the same value in every row. Values are compared, because rounding may leave a spread.
+    """Raise an error if a column has the same value in every row.
+
+    Values are compared, because rounding may leave a spread.
 
     Raises:
-        DataError: a column has the same value in every row, is not finite, or contains numbers whose squares cannot be
-            represented.
+        DataError: a column has the same value in every row, is not finite, or contains numbers too large or too small
+            to be squared.
     """
     rows = np.concatenate(parts)
     if not np.isfinite(rows).all():
@@ -396,8 +414,8 @@ def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, F
     the second differences are 0.
 
     The likelihood increases without limit in a direction b if, at each event time, the rows with the event have the
-    largest x b among all rows at risk. Rows that are at risk at a later time were also at risk earlier, so one row per
-    event time is enough to represent them.
+    largest x b among all rows at risk. Rows that are at risk at a later time were also at risk earlier, so that one row
+    per event time is enough to represent them.
     """
     gains, equal = list[Floats](), list[Floats]()
     for group in [[site] for site in sites] if stratify else [sites]:

@@ -1,8 +1,8 @@
 """Vectors that sites send in a Cox regression: sums in agreed time bins, as integers so that masks cancel.
 
 Minimum counts protect small groups: a site sends nothing for a bin in which it has too few events. Bins are merged
-until each of them contains events of enough sites. No difference between two sums then comes from the rows of fewer
-sites.
+until each of them contains events of enough sites. The rows of fewer sites are then never the only difference between
+two sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_BINS = 10_000
 MAX_SITE_SUM = 2**56
 """Maximum sum of a site, in multiples of the step. With this limit, the sum over 100 sites fits into 63 bits."""
 VECTOR_COUNTS = 6
-"""Number of counts at the end of a vector, which are the fields of `BinningLoss` and the number of rows in the fit."""
+"""Number of counts at the end of a vector: the fields of `BinningLoss`, and the number of rows in the fit."""
 
 
 class CoxAgreement(NamedTuple):
@@ -37,10 +37,10 @@ class CoxAgreement(NamedTuple):
         low: smallest plausible value of each column, ``[p]``.
         high: largest plausible value of each column, ``[p]``.
         least: minimum number of events that a site must have in a bin, and of rows at risk there, before it sends them.
-        step: rounding step. Sums are rounded to multiples of this number.
+        step: rounding step. Sums are rounded to multiples of this value.
         ties: method for events in the same bin or at the same time.
         stratify: True if each site has a baseline hazard of its own, with exact times.
-        ridge: strength of the ridge (see `fedloom_clinic.fits.penalty`). If this strength is set, sites also send the
+        ridge: strength of the ridge (see `fedloom_clinic.fits.penalty`). If this strength is given, sites also send the
             sums of the columns and of their squares.
         firth: True if sites also send the sums that Firth's penalty needs for a given metric.
     """
@@ -76,7 +76,7 @@ class BinningLoss(NamedTuple):
     Attributes:
         rows: number of rows at all sites.
         events: number of events at all sites.
-        uncovered: number of events after the last bin, or at times at which a site has too few rows at risk.
+        uncovered: number of events after the last bin, or at times when a site has too few rows at risk.
         rare: number of events in bins in which a site has too few events, or at sites with too few events if the fit is
             stratified.
         left_out: number of rows left out because of a missing cell or a number outside the agreed range.
@@ -94,7 +94,7 @@ def agreement_on(
 ) -> CoxAgreement:
     """Return terms for simulations, with bins of equal width up to the last time.
 
-    The range of a column covers its values at all sites.
+    The range of a column covers the column's values at all sites.
 
     Raises:
         ConfigError: the width is not above 0, or it would give too many bins.
@@ -105,7 +105,7 @@ def agreement_on(
 
 
 def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
-    """Return the smallest and the largest value of each column over all sites, at least 1e-9 apart, ``[p]``."""
+    """Return each column's smallest and largest values over all sites, which are at least 1e-9 apart, ``[p]``."""
     x = np.concatenate([site.x for site in sites])
     low, high = x.min(0), x.max(0)
     return low, np.maximum(high, low + 1e-9)
@@ -147,7 +147,7 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binni
 
 
 def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the rows that a site uses in a stratified fit: all of them, or none if it has too few events."""
+    """Return the rows that a site uses in a stratified fit: all, or none if it has too few events."""
     rows, events = len(site.time), int(site.event.sum())
     if events < terms.least:
         return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, 0, events)
@@ -155,7 +155,7 @@ def stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Binn
 
 
 def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool_]:
-    """Return flags ``[J]`` of the bins in which a site has events that it is allowed to send.
+    """Return flags ``[J]`` of the bins in which a site has events that it may send.
 
     In a stratified fit, return a single flag ``[1]``, which is True if the site has enough events.
     """
@@ -166,7 +166,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 
 
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
-    """Return wider bins, each with events of `fewest` sites even if any `missing` sites are absent.
+    """Return wider bins in which `fewest` sites have events, even if any `missing` sites are absent.
 
     Every site computes the same bins. The bins after the last wider bin are added to this bin.
 
@@ -198,16 +198,16 @@ def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fe
 
 
 class SiteVectors:
-    """Vectors that one site sends in the steps of a fit.
+    """Vectors that a site sends in the steps of a fit.
 
     Args:
-        site: rows of the site that are within the agreed ranges.
+        site: the site's rows that are within the agreed ranges.
         terms: agreed terms.
         left_out: number of rows that the site has left out.
 
     Attributes:
         losses: losses at the site (see `BinningLoss`).
-        rows: number of rows with which the site takes part in the fit.
+        rows: number of rows with which the site participates in the fit.
     """
 
     def __init__(self, site: SurvivalSite, terms: CoxAgreement, left_out: int = 0) -> None:
@@ -235,7 +235,7 @@ class SiteVectors:
         return float(np.max(shares))
 
     def likelihood_of(self, beta: Floats, rows: Mask) -> Likelihood:
-        """Return the likelihood of some of the `rows` in a stratified fit, at coefficients ``[p]``."""
+        """Return the likelihood of the given `rows` in a stratified fit, at coefficients ``[p]``."""
         some = SurvivalSite(*(part[rows] for part in self._site))
         return likelihood(risk_sums(some, beta, np.unique(some.time[some.event == 1])), beta, self._terms.ties)
 
@@ -259,7 +259,7 @@ class SiteVectors:
         return np.concatenate([multiples, counts]).astype(np.int64).view(np.uint64)
 
     def _parts(self, beta: Floats, metric: Floats | None) -> list[Floats]:
-        """Return the sums at coefficients ``[p]`` before they are rounded."""
+        """Return the unrounded sums at coefficients ``[p]``."""
         terms, site = self._terms, self._site
         shift = float(np.abs(beta).sum())  # then no weight is above 1
         upper = np.triu_indices(len(beta))
@@ -286,7 +286,7 @@ class Opened(NamedTuple):
     Attributes:
         likelihood: likelihood at the coefficients.
         sums: sums over the rows at risk. None for a stratified fit.
-        losses: losses at all sites (see `BinningLoss`).
+        losses: losses at every site (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no
             ridge.

@@ -71,6 +71,8 @@ class GlmFit(Wald):
         rows: number of rows.
         ridge: ridge penalty, or None for a fit without it. With a ridge, standard errors are computed from the
             penalized information.
+        residual_degrees: degrees of freedom of the residuals of a linear regression, which its intervals and tests use.
+            None for other regressions.
     """
 
     names: list[str]
@@ -78,6 +80,11 @@ class GlmFit(Wald):
     se: Floats
     rows: int
     ridge: Ridge | None = None
+    residual_degrees: float | None = None
+
+    @property
+    def degrees(self) -> float:
+        return super().degrees if self.residual_degrees is None else self.residual_degrees
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
@@ -106,9 +113,9 @@ def fit_glm(
 ) -> GlmFit:
     """Return the regression of the rows of all sites together, fitted from sums that the sites send.
 
-    The result equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of
-    their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each Newton
-    step, a site then sends its `glm_sums`.
+    The result equals that of the pooled fit. Each site first sends counts and the sums of its columns, of its targets
+    and of their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each
+    Newton step, a site then sends the sums that `glm_sums` returns.
 
     Args:
         sites: rows of every site.
@@ -161,7 +168,7 @@ def fit_glm(
     beta, here = newton(
         penalized, labels, lambda: _separation(scaled, family, first), intercepts=first, penalty=penalty
     )
-    inverse, scale = np.linalg.inv(here.information), 1.0
+    inverse, scale, degrees = np.linalg.inv(here.information), 1.0, None
     if family == "linear":  # residuals: y'y - 2 (value), as value is y'eta - eta^2/2
         exact = at(beta)
         spent = len(beta) if ridge is None else float(np.trace(inverse @ exact.information))
@@ -170,14 +177,15 @@ def fit_glm(
                 f"{count} rows for {len(beta)} coefficients leave no degrees of freedom for the residuals. Omit columns"
             )
         residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
-        scale = max(residual, 0.0) / (count - spent)  # rounding may leave a perfect fit less than 0
+        degrees = count - spent
+        scale = max(residual, 0.0) / degrees  # rounding may leave a perfect fit less than 0
     back = np.eye(len(beta))  # coefficients as they are measured are linear in these
     back[first:, first:] = np.diag(1 / spread)
     back[:first, first:] = -(centre / spread)
     covariance = back @ inverse @ back.T * scale * unit**2
     beta = back @ beta * unit
     beta[:first] += middle
-    return GlmFit(labels, beta, np.sqrt(covariance.diagonal()), count, ridge)
+    return GlmFit(labels, beta, np.sqrt(covariance.diagonal()), count, ridge, degrees)
 
 
 def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
@@ -225,10 +233,10 @@ def _check(sites: Sequence[GlmSite], family: str) -> None:
 
 
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
-    """Raise if an intercept has no finite value.
+    """Raise an error if an intercept has no finite value.
 
-    An intercept has no finite value if there is no penalty on it and all rows of its site have the outcome, or none has
-    it.
+    An intercept has no finite value if it is not penalized and either all rows of its site or none of them have the
+    outcome.
     """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())

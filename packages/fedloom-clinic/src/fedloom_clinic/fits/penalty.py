@@ -32,14 +32,13 @@ Mask = NDArray[np.bool_]
 PenaltyKind = Literal["none", "ridge", "firth"]
 PENALTY_NAMES = ("none", "ridge", "firth")
 RIDGE_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(2, -9, -1))
-"""Strengths that cross-validation compares. The strengths range from 10, where coefficients are near 0, to 1e-4, which
-is almost no penalty."""
+"""Strengths that are compared in the cross-validation. The strengths range from 10, where coefficients are near 0, to
+1e-4, which is almost no penalty."""
 CV_FOLDS = 5
 MAX_PATH_STEPS, MAX_PATH_DECREMENT = 50, 1e-14
-"""Maximum number of steps of all fits of a cross-validation together, and gain below which a step is the last step of a
-fit."""
+"""Maximum total number of steps of a cross-validation's fits, and gain below which a step is a fit's last."""
 MAX_REFUSALS = 3
-"""Number of times that the steps are halved before the weakest strength is dropped."""
+"""How often the steps are halved before the weakest strength is dropped."""
 
 
 class Likelihood(NamedTuple):
@@ -51,13 +50,13 @@ class Likelihood(NamedTuple):
 
 
 At = Callable[[Floats], Likelihood]
-"""Function that returns the likelihood of all rows at coefficients ``[p]``."""
+"""Function that returns the likelihood of all rows, given coefficients ``[p]``."""
 
 
 class Ridge(NamedTuple):
-    """Strength of a ridge, with the held-out log-likelihood of each strength that was compared.
+    """Strength of a ridge, with the held-out log-likelihood of each strength that was tried.
 
-    ``held_out`` is empty if the strength was given.
+    ``held_out`` is empty if the strength was given by the user.
     """
 
     strength: float
@@ -65,7 +64,7 @@ class Ridge(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Text that describes the ridge and how its strength was chosen."""
+        """Text that describes the ridge and the way in which its strength was chosen."""
         if not self.held_out:
             return f"ridge of strength {self.strength:g}"
         low, high = min(s for s, _ in self.held_out), max(s for s, _ in self.held_out)
@@ -77,7 +76,7 @@ class Ridge(NamedTuple):
 
 
 def impossible(columns: int) -> Likelihood:
-    """Return the value for coefficients that have no likelihood.
+    """Return the value that represents coefficients without a likelihood.
 
     This value is so small that `newton` halves its step.
     """
@@ -85,7 +84,7 @@ def impossible(columns: int) -> Likelihood:
 
 
 def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
-    """Raise if a penalty is unknown, or if a strength is given for a penalty that has none or is out of range.
+    """Raise an error if a penalty is unknown, or if a strength is out of range or given for a penalty that has none.
 
     Raises:
         ConfigError: the penalty is unknown, it has no strength, or the strength is invalid.
@@ -123,8 +122,8 @@ def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
 
     Args:
         at: function that returns the likelihood without the penalty.
-        slope: function of the coefficients and of the inverse V of their information. The function returns the vector
-            ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
+        slope: function of the coefficients and of the inverse V of the information matrix. The function returns the
+            vector ``[p]`` of tr(V dI / d beta_r), or None if this vector cannot be obtained at these coefficients.
     """
 
     def penalized(beta: Floats) -> Likelihood:
@@ -149,8 +148,8 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
     in Newton's step does not contain the penalty.
 
     Args:
-        here: likelihood at the fit.
-        slack: error of the gradient and of the gradient of the penalty, ``[q]``.
+        here: likelihood at the fitted coefficients.
+        slack: error of the gradient, including the gradient of the penalty, ``[q]``.
         matrix: error of the information, as a matrix norm.
         reach: largest distance of a row from the mean of all rows in each coordinate, ``[q]``.
     """
@@ -179,9 +178,9 @@ def find_ridge(
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 
-    The held-out likelihood of a fold is the likelihood of all rows minus that of the rows to which the coefficients
-    were fitted. For a partial likelihood, Verweij and van Houwelingen define it in this way. For a regression, it
-    equals the likelihood of the held-out rows.
+    The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
+    coefficients were fitted. For a partial likelihood, Verweij and van Houwelingen define it in this way. For a
+    regression, it equals the likelihood of the held-out rows.
 
     Args:
         strength: a number, or "cv" or None to choose the strength.
@@ -287,7 +286,7 @@ def find_ridge_by_sums(
 
 
 def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Floats, Floats]:
-    """Return the Newton steps of all fits, ``[K, q]``, and the gain that is expected from each, ``[K]``."""
+    """Return the Newton steps of all fits, ``[K, q]``, and the gain expected from each, ``[K]``."""
     gradients = here.gradients - penalty * beta
     informations = here.informations + penalty[:, :, None] * np.eye(penalty.shape[1])
     steps: Floats = np.linalg.solve(informations, gradients[:, :, None])[:, :, 0].astype(float)

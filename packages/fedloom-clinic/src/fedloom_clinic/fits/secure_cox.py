@@ -5,9 +5,9 @@ The server does not receive the sums of individual sites. Columns are scaled to 
 statistics of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends
 the likelihood for its own baseline hazard, with the gradient and the information.
 
-References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two as in K. Bonawitz
-et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat.
-2010, Proposition 1.
+References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two are used as in K.
+Bonawitz et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron.
+J. Stat. 2010, Proposition 1.
 
     Bach    here      meaning
     R       reach     largest distance of two rows
@@ -47,9 +47,9 @@ class SecureCoxFit(NamedTuple):
 
     Attributes:
         fit: coefficients and standard errors for the original (unscaled) columns.
-        bound: largest distance between a coefficient and that of the fit to the pooled binned rows, due to rounding and
-            to stopping, ``[p]``.
-        losses: losses at all sites (see `BinningLoss`).
+        bound: largest distance, due to rounding and to stopping, between a coefficient and that of the fit to the
+            pooled binned rows, ``[p]``.
+        losses: losses at every site (see `BinningLoss`).
     """
 
     fit: CoxFit
@@ -73,7 +73,7 @@ def fit_secure_cox(
     Args:
         sites: rows of every site.
         terms: terms on which the sites agree.
-        names: names of the columns, for messages.
+        names: names of the columns, for use in messages.
         total: function that computes the secure sum.
 
     Raises:
@@ -98,7 +98,7 @@ def fit_secure_cox(
 
 
 def check_terms(terms: CoxAgreement) -> None:
-    """Raise if the ends of the bins are not ascending, or if a range is empty.
+    """Raise an error if the ends of the bins are not ascending, or if a range is empty.
 
     Raises:
         ConfigError: the ends of the bins are not ascending, or a range is empty.
@@ -116,14 +116,14 @@ def fit_of_sums(
     sites: int,
     paths: Callable[[Floats], FoldSums | None] | None = None,
 ) -> SecureCoxFit:
-    """Return the Cox regression fitted from the sums of the sites' vectors. Each sum is requested only once.
+    """Return the Cox regression that is fitted from the sums of the sites' vectors. Each sum is requested only once.
 
     Args:
         total: function of the coefficients ``[p]`` of columns scaled to [-1, 1] and of a metric for Firth's penalty.
             The function returns the sum of the vectors, or None if sites cannot answer, which must not happen if all
             coefficients are 0. If the result is None, Newton's step is halved.
         terms: terms on which the sites agree.
-        names: names of the columns, for messages.
+        names: names of the columns, for use in messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
             None, the strength of a ridge is that in the terms.
@@ -237,7 +237,7 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
 
 def _slack(sums: RiskSums, error: float, *, efron: bool) -> tuple[Floats, float]:
-    """Return bounds on the errors of the gradient ``[p]`` and of the information that rounded sums cause."""
+    """Return bounds on the errors that rounded sums cause in the gradient ``[p]`` and in the information."""
     columns = sums.total.shape[1]
     slack, matrix = np.full(columns, len(sums.deaths) * error), 0.0
     for k in range(int(sums.deaths.max(initial=0))):

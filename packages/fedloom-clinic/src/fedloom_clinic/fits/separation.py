@@ -1,4 +1,4 @@
-"""Reasons why a regression has no finite fit: columns that are linearly dependent, or that separate the rows.
+"""Reasons why a regression has no finite fit: columns that are linearly dependent or that separate the rows.
 
 References: A. Albert and J. A. Anderson, "On the existence of maximum likelihood estimates in logistic regression
 models", Biometrika 1984. K. Konis, "Linear programming algorithms for detecting separated data in binary logistic
@@ -6,10 +6,10 @@ regression models", 2007. S. Correia, P. Guimaraes, T. Zylkin, "Verifying the ex
 for generalized linear models", arXiv:1903.01633v6 (Poisson). M. Jacobsen, "Existence and unicity of MLEs in discrete
 exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
-A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and some
-row is fitted better. If rows are available, a linear program finds such a direction. The program maximizes the sum of
-``a_i b`` subject to ``a_i b >= 0``, where ``a_i`` is a difference that must not become negative. If only sums are
-available, the steps of Newton's method reveal the direction (see `recession`).
+A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and at
+least one row is fitted better. If the rows are available, a linear program finds such a direction. The program
+maximizes the sum of ``a_i b`` subject to ``a_i b >= 0``, where ``a_i`` is a difference that must not become negative.
+If only sums are available, the steps of Newton's method reveal the direction (see `recession`).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from fedloom.errors import DataError
 Floats = NDArray[np.float64]
 
 MAX_CONDITION_NUMBER = 1e12
-"""Condition number of the information from which on columns are regarded as dependent. This condition number
-corresponds to a correlation above 1 - 1e-12, of which double precision leaves no digit."""
+"""Condition number of the information above which columns are regarded as dependent. This condition number corresponds
+to a correlation above 1 - 1e-12, of which double precision leaves no digit."""
 MIN_LOADING = 1e-4
-"""Minimum weight of a column in a dependence. A column with a smaller weight is not regarded as part of the dependence.
+"""Minimum weight of a column in a dependence. A column with a smaller weight is not considered part of the dependence.
 
 For such a column, rounding errors are below 1e-6.
 """
 COLLAPSED_SHARE = 1e-6
-"""Fraction of the information at 0 below which a direction is suspected of separation. If rows are separated, Newton's
-method ends with a fraction near 1e-12. If a column has a cell that is 1e6 spreads away from all others, a regression
-that has a fit may also end with a fraction of 1e-11. The fraction alone is therefore not sufficient."""
+"""A direction is suspected of separation if less than this fraction of the information at 0 remains. If rows are
+separated, Newton's method ends with a fraction near 1e-12. If a cell of a column is 1e6 spreads away from all others, a
+regression that has a fit may also end with a fraction of 1e-11. The fraction alone is therefore not sufficient."""
 MIN_LIKELIHOOD_RISE = 1e-6
 """Increase of the log-likelihood in a step below which the likelihood is regarded as close to its limit. No test of a
 coefficient detects such a small increase."""
 STILL_MOVING = 0.5
-"""Minimum ratio between the lengths of the last step and the step before it if rows are separated. In this case, the
+"""If rows are separated, the last step is at least this fraction of the length of the step before it. In this case, the
 distance of the likelihood from its limit decreases as exp(-length), and all steps of Newton's method have the same
 length. Otherwise, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson regressions, the
 linear program found 61 to be separated. The three conditions of `recession` identified 58 of these, left 3 as not
-converged, and did not flag any regression that has a fit. Columns were normal, skewed, rare, or contained a cell up to
+converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or contained a single cell up to
 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
 """Gain that the linear program must reach in some row, and loss that it may have in any row, relative to the row's
 largest entry."""
 ROUNDING_SHARE = 1e-9
-"""Fraction of a row below which its component in the remaining directions is regarded as a rounding error."""
+"""Fraction of a row below which its component in the remaining directions is considered a rounding error."""
 PROGRAM_ROWS = 2000
 """Number of rows with which the linear program starts, and maximum number of violated rows that are added at a time."""
 MIN_SUPPORT_SHARE = 0.1
-"""Fraction of the largest entry from which on a column is named as part of a direction that is known only from sums."""
+"""Fraction of the largest entry from which on a column is named in a direction that is known only from sums."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
@@ -74,7 +74,7 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
 
 
 def _reduced(rows: Floats) -> Floats:
-    """Return a basis of the row space in which rows have few entries, and each has an entry that no other row has."""
+    """Return a basis of the row space whose rows have few entries, each with an entry that no other row has."""
     rows, done = rows.copy(), list[int]()
     for k in range(len(rows)):
         free = np.abs(rows[k:])
@@ -109,10 +109,10 @@ def recession(first: Floats, information: Floats, steps: tuple[Floats, Floats], 
 
     In such a direction, the likelihood still rises although its information has vanished.
 
-    Three conditions must hold. First, there is a direction in which less than `COLLAPSED_SHARE` of the information at 0
-    remains. Second, the likelihood has almost reached its limit, so that the last step raised it by less than
-    `MIN_LIKELIHOOD_RISE`. Third, the last step of Newton's method was nevertheless at least `STILL_MOVING` times as
-    long as the step before it, measured with the information at 0.
+    A direction is returned only if three conditions hold. First, there is a direction in which less than the fraction
+    `COLLAPSED_SHARE` of the information at 0 remains. Second, the likelihood has nearly reached its limit: the last
+    step raised it by less than `MIN_LIKELIHOOD_RISE`. Third, the last step of Newton's method was still at least
+    `STILL_MOVING` times as long as the step before it, measured with the information at 0.
 
     Args:
         first: information at 0, ``[p, p]``, which must be regular.
@@ -210,12 +210,13 @@ def no_finite_fit(
     """Return the error for separated rows, which names the separating columns and the directions of their coefficients.
 
     Args:
-        direction: direction of the coefficients of columns with unit spread, ``[p]``.
+        direction: direction of the coefficients, for columns scaled to unit spread, ``[p]``.
         names: names of the columns.
-        free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column is.
-        least: fraction of the largest entry below which a column is not named.
-        exact: True if no row contradicts the direction. If False, some row contradicts it, but by so little that the
-            likelihood changes only by rounding.
+        free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column can
+            be named.
+        least: fraction of the largest entry; columns with smaller entries are not named.
+        exact: True if no row contradicts the direction. If False, at least one row contradicts it, but by so little
+            that the likelihood changes only by rounding.
     """
     without = "without limit" if exact else "until rounding hides the rest, since far cells alone contradict"
     part = np.abs(direction)

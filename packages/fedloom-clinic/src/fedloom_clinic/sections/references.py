@@ -1,4 +1,4 @@
-"""Section on reference models from scikit-learn, which are compared with the federation: a regression and a forest."""
+"""Section that compares the federation with reference models from scikit-learn: a regression and a forest."""
 
 from __future__ import annotations
 

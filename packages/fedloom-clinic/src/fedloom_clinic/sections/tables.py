@@ -1,6 +1,6 @@
-"""Sections on analyses that are computed from sums over clients.
+"""Sections on analyses that are computed by summing over clients.
 
-The sections show the numbers that a reader compares, as means over seeds. The CSV file contains all numbers.
+The sections show the numbers that readers compare, as means over seeds. The CSV file contains all numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Shown(NamedTuple):
 
     Attributes:
         title: heading of the section.
-        lead: sentences below the heading.
+        lead: sentences that follow the heading.
         keys: headings of the columns that identify a row, keyed by column.
         values: headings of the columns with numbers, keyed by column.
     """

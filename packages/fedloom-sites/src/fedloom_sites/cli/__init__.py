@@ -10,7 +10,7 @@ __all__ = ["deploy", "deploy_members", "deploy_models", "results_of"]
 
 
 def results_of(folder: Path) -> Path:
-    """Return the run directory of a deployment.
+    """Return a deployment's run directory.
 
     Raises:
         ConfigError: the folder is not the directory of a deployment.

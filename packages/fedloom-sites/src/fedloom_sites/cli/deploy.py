@@ -123,8 +123,8 @@ def init(
 ) -> None:
     """Write the directory of a new deployment.
 
-    The directory contains certificates, keys, settings, systemd units, a reverse proxy's configuration, and the five
-    commands that run the deployment.
+    The directory contains certificates, keys, settings, systemd units, the configuration of a reverse proxy, and the
+    five commands that run the deployment.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -299,9 +299,9 @@ def rehearse_attacks(
 ) -> None:
     """Attack a copy of a site to see what a server could learn.
 
-    A simulated dishonest server tries all known attacks. The table shows what information the server learned. The exit
-    code is 1 if the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and
-    no file of the site is changed.
+    A simulated dishonest server tries all known attacks. The table shows what the server learned. The exit code is 1 if
+    the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and no file of
+    the site is changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
@@ -380,7 +380,7 @@ def status(
 ) -> None:
     """Show the progress of a deployment, or the alarms of one site.
 
-    The command reads the files in the folder, so it works both during the deployment and afterwards.
+    The command reads the files in the folder, so it works both during and after the deployment.
 
     Example: fedloom deploy status hospitals
     """
@@ -412,7 +412,7 @@ def stop(
     folder: Annotated[Path, typer.Argument(help="directory of a deployment, or its server folder", show_default=False)],
     undo: Annotated[bool, typer.Option("--undo", help="allow the server to be started again")] = False,
 ) -> None:
-    """Stop a run after its current round. Nothing is lost, and the run can be resumed later.
+    """Stop a run at the end of its current round. Nothing is lost, and the run can be resumed later.
 
     Example: fedloom deploy stop hospitals
     """

@@ -22,7 +22,7 @@ def renew(
 ) -> None:
     """Create a new certificate for the server.
 
-    It is signed by the same authority. Sites do not need a new file.
+    The release is signed by the same authority. Sites do not need a new file.
 
     Example: fedloom deploy renew hospitals
     """
@@ -56,7 +56,7 @@ def add(
 ) -> None:
     """Let a site join a deployment that has already run.
 
-    The new agreement starts from the model of the last round. Every site must approve it.
+    The new agreement starts from the model of the last round. Every site must approve the agreement.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -101,7 +101,7 @@ def upgrade(directory: Directory) -> None:
 def rotate(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Give a site new keys within a running experiment.
+    """Give a site new keys while an experiment is running.
 
     The site's state and its memory of sums and budgets are kept. Under secure aggregation, every site must approve.
 
@@ -146,7 +146,7 @@ def _say_steps(
     Args:
         directory: folder of the deployment, or of its server.
         change: the change.
-        place: location of the deployment's files on its machines.
+        place: where the deployment's files are located on its machines.
         further: second step.
         new_key: name of a site whose key is new to the server, or "".
         resumes: True if the next start continues the same run, which may have been stopped.
@@ -180,7 +180,7 @@ def approve(
 ) -> None:
     """Approve a run or a new agreement at a site.
 
-    The digest identifies the run or the agreement. Without --digest, the command prints the digest.
+    The digest identifies the run or the agreement to approve. Without --digest, the command prints the digest.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
@@ -212,7 +212,7 @@ def snapshot(
 ) -> None:
     """Declare a dated snapshot of a site's growing data.
 
-    The run of this experiment reads the snapshot, unless the run has already begun with other data.
+    The run of this experiment reads the snapshot, unless it has already begun with other data.
 
     Example: fedloom deploy snapshot /srv/fedloom/site
     """
@@ -231,7 +231,7 @@ def remove(
 ) -> None:
     """Take a site out of the server's settings.
 
-    This is only possible between two runs. The site's key stays registered.
+    This is only possible between two runs. The site's key remains registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """
@@ -251,7 +251,7 @@ def revoke(
 ) -> None:
     """Revoke the key of a site on the running server.
 
-    The server then no longer admits the site's node.
+    From then on, the server no longer admits the site's node.
 
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """

@@ -31,7 +31,7 @@ def models(
     test: Annotated[bool, typer.Option("--test", help="score each model on its own site's test data")] = False,
     force: ForceOption = False,
 ) -> None:
-    """List, score and export the models of sites.
+    """List, score and export the sites' models.
 
     Exports are state dicts for the plain PyTorch module.
 
@@ -94,7 +94,7 @@ def evaluate(
         typer.Option("--importance", help="permute each column in the site's own test part instead of scoring a file"),
     ] = False,
 ) -> None:
-    """Score a site's model, or find what drives its predictions.
+    """Score a site's model, or find out which columns its predictions depend on.
 
     The rows are scaled, and predictions are made, in the same way as for the site's own data.
 
@@ -134,9 +134,9 @@ def export(
     threshold: ThresholdOption = None,
     force: ForceOption = False,
 ) -> None:
-    """Write a site's model for use in other programs.
+    """Write a site's model in a form for other programs.
 
-    The file is an ONNX or torch graph that accepts raw rows and includes the site's scaling.
+    The file contains an ONNX or torch graph that accepts raw rows and includes the site's scaling.
 
     Example: fedloom deploy export /srv/fedloom/site --out model.onnx
     """

@@ -43,10 +43,10 @@ class Alarms:
     def note(self, line: Mapping[str, Any], reason: str) -> list[str]:
         """Count a message, and return the alarms that it raises.
 
-        An alarm is raised again each time its count has doubled.
+        An alarm is repeated each time its count has doubled.
 
         Args:
-            line: log entry about the message (see `Client`).
+            line: log entry for the message (see `Client`).
             reason: reason for the refusal. Empty if the message was answered.
         """
         if not self._loaded:
@@ -115,7 +115,7 @@ def raise_alarm(log: Audit, reason: str) -> None:
     """Write an alarm to a site's log.
 
     Raises:
-        CheckpointError: the disk is full or rejects the line.
+        CheckpointError: the disk is full, or the line cannot be written.
     """
     log.write(ALARM_ENTRY, reason=reason)
 

@@ -52,7 +52,7 @@ LIMB_BITS, MAX_LIMBS = 40, 4
 """Number of bits per limb, and maximum number of limbs per number. Sums of 100 limbs and of 100 signed last limbs fit
 into 63 bits."""
 SUM_BITS = 62
-"""Maximum number of bits, including the sign, that a sum over all sites may have to fit into one limb."""
+"""Maximum number of bits, including the sign, for which a sum over all sites fits into a single limb."""
 FACT_COUNT = 2
 """Number of integers at the end of an answer: the count of clipped numbers, and the number of the site's rows."""
 DEFAULT_LEAST = 5
@@ -63,9 +63,9 @@ rules."""
 EXAMPLE_ROWS = 1000
 """Number of rows of each site with which the order of an analysis' questions is checked before an agreement."""
 MAX_VERDICTS = 1024
-"""Number of most recent decisions about sets of rows that a site remembers, with the subjects of these sets."""
+"""Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
-"""Minimum number of subjects in which two sets must differ, regardless of the agreed minimum."""
+"""Minimum number of subjects by which two sets must differ, regardless of the agreed minimum."""
 SUBJECT_BYTES = 8
 """Number of bytes in the digest of a subject."""
 
@@ -84,7 +84,7 @@ class AgreedAnalysis:
         schema: columns and agreed ranges.
         clients: number of sites.
         threshold: minimum number of sites in a sum. None without masks.
-        first: position of the analysis's flags in a site's bit field.
+        first: position at which the analysis's flags begin in a site's bit field.
     """
 
     name: str
@@ -96,7 +96,7 @@ class AgreedAnalysis:
 
     @cached_property
     def rules(self) -> Rules:
-        """Rules that apply before the number of absent sites is known.
+        """Rules that hold before the number of absent sites is known.
 
         A value of 1 is replaced by the default for real sites (see `check_rules`).
         """
@@ -165,9 +165,9 @@ class AgreedAnalysis:
         """Return the question of a step and the bounds of an answer, if the question is allowed at this step.
 
         Raises:
-            WireError: the bytes are not a question.
+            WireError: the bytes do not encode a question.
             Refused: the question does not belong to this step, the rules do not allow it, or the maximum number of
-                steps is exceeded.
+                steps has been reached.
         """
         analysis = self.analysis
         if step >= self.rules.questions:
@@ -250,7 +250,7 @@ class AnswerForm:
         """Decode the sum ``[k]`` of some sites' answers, and return it with the numbers of clipped values and of rows.
 
         Raises:
-            Broken: this sum is impossible for answers within the bounds from this number of sites.
+            Broken: this sum is impossible for this number of sites if their answers are within the bounds.
         """
         if len(total) != self.length:
             raise Broken(f"a sum for this question must have {self.length} numbers, got {len(total)}")
@@ -290,7 +290,7 @@ def agreed_analyses(
         samples: description of a sample.
         clients: number of sites.
         threshold: minimum number of sites in a sum. None without masks.
-        first: number of bits that precede those of the first analysis in a site's bit field.
+        first: number of bits before this analysis's bits in a site's bit field.
     """
     schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:
@@ -307,7 +307,7 @@ def count_questions(experiment: Experiment) -> int:
 
 
 def _limit_questions(analysis: Analysis) -> int:
-    """Return the agreed number of questions of an analysis, or the default for real sites if none was agreed."""
+    """Return the agreed number of questions of an analysis, or the default for real sites if no number was agreed."""
     rules = analysis.rules or Rules()
     return rules.questions if "questions" in _stated_rules(rules) else analysis.most_questions
 
@@ -315,7 +315,7 @@ def _limit_questions(analysis: Analysis) -> int:
 def _stated_rules(rules: Rules) -> set[str]:
     """Return the names of the agreed rules.
 
-    Agreements of older versions list every rule, with the values for simulations.
+    Agreements of older versions list every rule, with its value for simulations.
     """
     unchanged = {name for name in Rules.model_fields if getattr(rules, name) == getattr(Rules(), name)}
     is_older = rules.model_fields_set == {*Rules.model_fields}
@@ -344,7 +344,7 @@ def check_rules(analysis: Analysis) -> None:
 def check_analyses(
     job: Job, experiment: Experiment, samples: InputSpec, clients: int, threshold: int | None, first: int
 ) -> None:
-    """Raise an error if sites cannot take part in the analyses.
+    """Raise an error if the sites cannot take part in the analyses.
 
     Raises:
         ConfigError: the data lack a column, a number lacks an agreed range, or there are too many cells.
@@ -379,15 +379,15 @@ def judge_row_sets(
 ) -> bool:
     """Record a decision about each set of rows, and return True if a site may answer an analysis of these sets.
 
-    The answer is allowed if each set, compared with every set of other answered analyses, is the same or differs in at
-    least ``least`` subjects. Sets with different columns cannot be compared subject by subject, so their numbers of
-    subjects must be equal or differ by at least ``least``. A decision never changes.
+    The answer is allowed if each set, compared with every set in other answered analyses, is either identical or
+    differs in at least ``least`` subjects. Sets with different columns cannot be compared subject by subject, so their
+    numbers of subjects must be equal or differ by at least ``least``. A decision never changes.
 
     Args:
-        memory: record of the site, with the subjects and columns of ``sets``, and with ``verdicts``. It is changed.
+        memory: the site's record, which contains the subjects and columns of ``sets``, and ``verdicts``. It is changed.
         name: name of the analysis in its experiment. Sets of one analysis are not compared with each other.
         sets: sets of rows that the analysis sums (see `Analysis.row_sets`).
-        columns: digest of the columns of the rows.
+        columns: digest of the columns of these rows.
         salt: secret key of the digests, which only the site knows.
         least: minimum number of subjects in which two sets must differ.
     """
@@ -422,7 +422,7 @@ def columns_digest(schema: Schema) -> str:
 
 
 def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
-    """Return the digest of each subject, computed from all its rows regardless of their order."""
+    """Return each subject's digest, computed from all its rows regardless of their order."""
     cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1).numpy()
     order = np.lexsort((*cells.T, rows.subjects.numpy())).tolist()
     return digest_subjects(((int(rows.subjects[k]), cells[k].tobytes()) for k in order), salt)
@@ -442,7 +442,7 @@ def digest_subjects(rows: Iterable[tuple[int, bytes]], salt: bytes) -> list[str]
 
 
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
-    """Return the columns, levels and ranges that the sites have agreed on."""
+    """Return the columns, levels and ranges on which the sites have agreed."""
     agreement = getattr(experiment.source, "agreement", None)
     if agreement is not None:
         return schema_of_agreement(agreement, experiment.head.name, experiment.kept_columns)
@@ -460,7 +460,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
     Args:
         agreement: agreement that people have signed.
         name: name of the data.
-        kept: columns whose levels are kept in addition to the columns of models.
+        kept: columns whose levels are kept in addition to those of the models' columns.
     """
     outputs = len(agreement.classes) if agreement.task == "classification" else 1
     ranges = (agreement.target_range, *((None,) if agreement.task == "survival" else ()))
@@ -469,7 +469,7 @@ def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = (
 
 
 def stem_of(name: str) -> str:
-    """Return the name of an analysis in a form for file names."""
+    """Return the name of an analysis in a form that is suitable for file names."""
     return analysis_file(name).rpartition(".")[0]
 
 

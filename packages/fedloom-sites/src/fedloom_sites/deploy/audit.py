@@ -3,7 +3,7 @@
 The log contains one JSON object per line, and each line is written to disk before the reply is used.
 
 Each line contains its number and the SHA-256 of the previous line, so that a changed, removed or inserted line is
-detected (`verify_log`). A line that was truncated by a crash stays in this chain, because the next line contains the
+detected (`verify_log`). A line that was truncated by a crash remains in this chain, because the next line contains the
 digest of its bytes. Only a digest that was noted elsewhere reveals lines that are missing at the end.
 """
 

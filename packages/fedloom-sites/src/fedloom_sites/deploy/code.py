@@ -34,7 +34,7 @@ IMPORT_PATH_KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer
 """Keys of an experiment file whose values are import paths."""
 MAX_CODE_BYTES = 4 << 20
 """Size in bytes above which user code must be installed instead of being copied. Such a size suggests that the folder
-also contains other things."""
+also contains unrelated files."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Code:
     """User code.
 
     Attributes:
-        files: contents of the files, keyed by path below `CODE_FOLDER`.
+        files: contents of the files, keyed by their paths below `CODE_FOLDER`.
         installed: SHA-256 of the source of modules from installed packages, keyed by module name.
     """
 
@@ -92,10 +92,10 @@ def code_of(settings: Mapping[str, object]) -> Code:
 
 
 def check_code(shared: Shared) -> None:
-    """Raise an error if the user code differs from the agreed user code. This does not import any of its modules.
+    """Raise an error if the user code differs from the agreed user code. For this, none of its modules is imported.
 
     Raises:
-        ConfigError: a file or a module is missing or differs. The message states both digests.
+        ConfigError: a file or a module is missing or differs from the agreed one. The message states both digests.
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
@@ -196,7 +196,7 @@ def _start_of(shared: Shared) -> list[str]:
 
 
 def _paths(settings: object) -> Iterator[str]:
-    """Yield the import paths in the tables of an experiment."""
+    """Yield the import paths that the tables of an experiment contain."""
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             imports = key in IMPORT_PATH_KEYS or (key == "path" and settings.get("kind") == "import")

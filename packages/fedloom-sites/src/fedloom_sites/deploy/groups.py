@@ -1,4 +1,4 @@
-"""Patient groups at sites: sums for the metrics of all sites together, and each site's own metrics.
+"""Patient groups at sites: sums for the metrics over all sites, and each site's own metrics.
 
 A site publishes a group only if its published numbers do not reveal any set of rows that is smaller than agreed
 (`fedloom.data.groups.published`). With secure sums, the server receives the sums over all sites but no site's own
@@ -31,9 +31,9 @@ from fedloom_sites.deploy.secure.vectors import SUMMED_MODELS
 
 SCORED_MODELS = ("global", "hybrid", "personal")
 SUM_STEP, MAX_SUM = 2.0**-24, 2.0**64
-"""Sums are sent under masks as multiples of the step. A site with a larger sum sends none of its scores."""
+"""Sums are sent under masks, as multiples of the step. A site with a larger sum sends none of its scores."""
 Group = tuple[str, str]
-"""Kind of a model, and name of a group."""
+"""Kind of a model, together with the name of a group."""
 Cells = Mapping[Group, tuple[Tensor, Mapping[str, float]]]
 """Sums ``[S]`` and metrics of one site, keyed by group."""
 
@@ -42,7 +42,7 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
     """Return what defines each group (a column or threshold) and its name, the same at the server and the sites.
 
     Raises:
-        ConfigError: the levels of a column were not agreed on.
+        ConfigError: no levels were agreed on for a column.
     """
     levels = {} if samples.table is None else {c.name: c.names for c in samples.table.columns if c.names}
     agreement = getattr(experiment.source, "agreement", None)
@@ -58,7 +58,7 @@ def min_rows(experiment: Experiment) -> int:
 
 
 def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
-    """Raise an error if there are more groups than a message can contain.
+    """Raise an error if there are more groups than fit into a message.
 
     Raises:
         ConfigError: the number of groups is too large, and the message states it.
@@ -75,7 +75,7 @@ class GroupSums:
 
     Args:
         job: the run.
-        names: column or threshold that defines each group, and the group's name.
+        names: column or threshold that defines each group, and the name of the group.
         least: see `min_rows`.
     """
 
@@ -100,7 +100,7 @@ class GroupSums:
     def members(self, fed: Federation, client: int) -> dict[str, Tensor]:
         """Return a bool ``[N]`` mask of a site's test samples for each group that the site may publish.
 
-        A group that the site may not publish is omitted.
+        A group that the site is not allowed to publish is omitted.
 
         Raises:
             ConfigError: the data lack a column of the groups.
@@ -121,7 +121,7 @@ class GroupSums:
         If an output of the model is not finite, the sums are NaN and there are no metrics.
 
         Args:
-            passes: outputs of each kind of model on the site's test part.
+            passes: outputs of each kind of model for the site's test part.
             members: see `members`.
             fed: samples of the site.
         """
@@ -174,9 +174,9 @@ class GroupSums:
     # ------------------------------------------------------------------------------------------------ under masks
 
     def bits(self, members: Mapping[str, Tensor]) -> int:
-        """Encode the groups that a site publishes as bits.
+        """Encode as bits which groups a site publishes.
 
-        A group without rows is treated as published, with sums of zero.
+        A group without rows is treated as published, and its sums are zero.
         """
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
@@ -187,7 +187,7 @@ class GroupSums:
         `MIN_SITES` sites.
 
         Args:
-            bits: bit fields of the requested sites.
+            bits: bit fields sent by the requested sites.
             threshold: minimum number of sites in a sum.
         """
         lacking = [sum(not one >> k & 1 for one in bits) for k in range(len(self.groups))]
@@ -203,7 +203,7 @@ class GroupSums:
         """Return a site's sums as integers, or None if a sum is NaN or too large.
 
         The sums are zero for a group that is not summed or has no sample at this site. No sum is clipped: if a model
-        could clip the sums of all sites but one, the total would show the sums of that site.
+        could clip the sums of all sites except one, the total would reveal the sums of that site.
         """
         if not self.length:
             return np.zeros(0, dtype=np.uint64)

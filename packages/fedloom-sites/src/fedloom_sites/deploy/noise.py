@@ -2,15 +2,15 @@
 
 Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating-point form of
 the result reveals nothing about the noise-free numbers (Mironov, CCS 2012). OpenDP samples the discrete Gaussian
-exactly, in integer arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits. No
-generator of PyTorch or numpy is involved.
+exactly, in integer arithmetic, from random bytes of OpenSSL, whose generator the operating system seeds with 256 bits.
+No random generator of PyTorch or numpy is involved.
 
 The noise multiplier sigma is exactly the one in the settings: rows are clipped, then rounded toward zero, and the
 Euclidean norm of the integers is at most t / sigma, compared in exact arithmetic, where t is the noise scale that is
 passed to OpenDP. Adding or removing a row therefore changes the sum of integers by at most t / sigma, and replacing a
 row by at most 2 t / sigma. The mechanism is rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14), which is
-1 / (2 sigma^2) for adding or removing a row and 2 / sigma^2 for replacing one, in any dimension. Everything computed
-from the integers is post-processing.
+1 / (2 sigma^2) for adding or removing a row and 2 / sigma^2 for replacing one, in any dimension. Everything that is
+computed from the integers is post-processing.
 
 Under secure aggregation, no single party adds the noise of a sum: each site adds a share with scale s = t (1 + 2^-20) /
 sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
@@ -45,7 +45,7 @@ MIN_NOISE_STEPS = 2.0**6
 """Minimum scale of a site's noise, in steps of the grid, for which the bound on the sum of several sites' noise
 holds."""
 _CLIP_BITS, _SUM_BITS = 30, 52
-"""Maximum exponents of two for the clip and for the noise scale, in steps of the grid. Sums then stay well within 64
+"""Maximum exponents of two for the clip and for the noise scale, in steps of the grid. Sums then remain well within 64
 bits."""
 
 
@@ -149,7 +149,7 @@ class SharedMean(PrivateMean):
 
 
 def remaining_noise(noise: object) -> SharedMean | None:
-    """Return the noise that remains after T - 1 of the T sites subtract their noise: the share of the last site.
+    """Return the noise that remains after T - 1 of the T sites subtract their own noise: the last site's share.
 
     The result is None if sites do not add shares of a common noise.
     """
@@ -166,7 +166,7 @@ class ReleasedNoise(GaussianNoise):
     """
 
     def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
-        """C(x). The generators of the run are not used."""
+        """C(x). The run's own random generators are not used."""
         if not self.sigma:
             return super().send(x, gens)
         return torch.stack([noisy_sum(row[None], self.clip, self.sigma) for row in x]).to(x)
@@ -181,7 +181,7 @@ class ReleasedMean(PrivateMean):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        """Return the average of the clipped rows plus noise. The generators of ``ctx`` are not used."""
+        """Return the mean of the clipped rows, with noise added. The generators of ``ctx`` are not used."""
         if not self.sigma:
             return super().combine(state, rows, weights, primary, ctx)
         total = noisy_sum(torch.cat([*rows.values()], 1), self.clip, self.sigma) / len(weights)
@@ -199,7 +199,7 @@ def deployed(setting: Setting, survivors: int | None = None) -> Setting:
 def noise_of_site(setting: Setting) -> Noise | None:
     """Return the noise that provides a site's epsilon, or None if there is no such noise.
 
-    Noise that the server adds does not protect a site from the server.
+    Noise that is added by the server does not protect a site from the server.
     """
     return accounted(
         setting.upload_transform, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None
@@ -210,7 +210,7 @@ def released(part: Any, survivors: int | None = None) -> Any:
     """Return a channel or aggregator in its deployed form. Its random bytes are seeded by the operating system.
 
     Args:
-        part: channel or aggregator of a run. All parts except the two noise mechanisms are returned unchanged.
+        part: channel or aggregator of a run. All parts other than the two noise mechanisms are returned unchanged.
         survivors: minimum number of sites in a sum under secure aggregation. None without it.
     """
     rdp = {} if getattr(part, "delta", None) is None else {"accountant": "rdp"}

@@ -53,7 +53,7 @@ class RelayedSum(NamedTuple):
     total: Integers
 
 
-def first_link(agreed: Shared, setting: Setting) -> bytes:
+def compute_first_link(agreed: Shared, setting: Setting) -> bytes:
     """Return the first link of the chain, which is the same for all experiments with the same initial model.
 
     The digest of the model's numbers is not used, because they may differ between processors.
@@ -63,7 +63,7 @@ def first_link(agreed: Shared, setting: Setting) -> bytes:
     return hashlib.sha256(b"fedloom first model\n" + json.dumps(facts, sort_keys=True).encode()).digest()
 
 
-def next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
+def compute_next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
     """Return the link after a round.
 
     Args:
@@ -76,7 +76,7 @@ def next_link(before: bytes, opened: RelayedSum, length: int) -> bytes:
     return hashlib.sha256(b"fedloom opened sum\n" + before + facts + b"\n" + numbers.tobytes()).digest()
 
 
-def signed_vector(bound: bytes, vector: bytes) -> bytes:
+def encode_vector_statement(bound: bytes, vector: bytes) -> bytes:
     """Encode the statement by which a site signs its masked vector (see `protocol.bound_to`)."""
     return b"fedloom vector\n" + bound + hashlib.sha256(vector).digest()
 
@@ -158,7 +158,7 @@ def _add_vectors(
         raise Broken("the relayed vectors do not belong to the sites that have consented to the sum")
     for c, part in vectors.items():
         try:
-            public[c].verify(part[:SIGNATURE_BYTES], signed_vector(bound, part[SIGNATURE_BYTES:]))
+            public[c].verify(part[:SIGNATURE_BYTES], encode_vector_statement(bound, part[SIGNATURE_BYTES:]))
         except InvalidSignature:
             raise Broken(f"the relayed vector of client {c} is not the vector that the client has signed") from None
     numbers = [np.frombuffer(part, dtype="<u8", offset=SIGNATURE_BYTES) for part in vectors.values()]
@@ -179,12 +179,12 @@ class Relays:
 
     def __init__(self, settings: Server, setting: Setting, length: int) -> None:
         self._folder, self._length = settings.checkpoints / "relayed", length
-        self._first = first_link(settings, setting)
+        self._first = compute_first_link(settings, setting)
         self._members, self._holders = len(settings.sites), dict[int, set[int]]()
         links = (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"]
         self._links = {int(t): bytes.fromhex(link) for t, link in links.items()}
 
-    def link(self, t: int) -> bytes:
+    def find_link(self, t: int) -> bytes:
         """Return the link after the newest summed round up to round ``t``."""
         newest = max((r for r in self._links if r <= t), default=0)
         return self._links.get(newest, self._first)
@@ -208,11 +208,11 @@ class Relays:
         self._save(t, "shares", {"shares": count.to_bytes(2, "little") + message})
         opened = RelayedSum(read_terms(self._load(t, "vectors")["terms"]), [*survivors], total)
         self._links = {r: link for r, link in self._links.items() if r < t}
-        self._links[t] = next_link(self.link(t), opened, self._length)
+        self._links[t] = compute_next_link(self.find_link(t), opened, self._length)
         self._holders.pop(t, None)
         write_checked(self._folder / LINKS_FILE, {"links": {str(r): link.hex() for r, link in self._links.items()}})
 
-    def missing(self, t: int, clients: Collection[int]) -> dict[int, list[int]]:
+    def find_missing(self, t: int, clients: Collection[int]) -> dict[int, list[int]]:
         """Return the sites that lack a record, keyed by each stored round up to round ``t``, in ascending order."""
         stored = [r for r in sorted(self._links) if r <= t and self._path(r, "shares").exists()]
         return {r: lacking for r in stored if (lacking := [c for c in clients if c not in self._holders.get(r, ())])}

@@ -30,7 +30,7 @@ from fedloom_sites.deploy.alarms import raise_alarm
 from fedloom_sites.deploy.audit import SENT_FILE, Audit
 from fedloom_sites.deploy.noise import SharedMean, deployed
 from fedloom_sites.deploy.protocol.identity import verifying_key
-from fedloom_sites.deploy.relay import LINKS_FILE, RelayedSum, first_link, next_link, open_relayed
+from fedloom_sites.deploy.relay import LINKS_FILE, RelayedSum, compute_first_link, compute_next_link, open_relayed
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 from fedloom_sites.deploy.secure.terms import Terms
@@ -39,7 +39,7 @@ from fedloom_sites.deploy.settings import NormBound, Shared, Site
 from fedloom_sites.deploy.site.local_data import federation_of
 from fedloom_sites.transport.forms import Forms
 
-SAME_MODEL = 1e-6
+MODEL_TOLERANCE = 1e-6
 """Relative and absolute tolerance for comparing the server's models, because rounding errors differ between
 processors."""
 
@@ -90,7 +90,7 @@ def decode_sum(
     return sums, work, clipped
 
 
-def result_of(
+def make_result(
     job: Job, ids: Tensor, clients: Collection[int], parts: dict[str, Tensor], shares: Mapping[int, float],
     counts: Tensor,
 ) -> SumResult:  # fmt: skip
@@ -146,7 +146,7 @@ class ModelReplay:
             opened = open_relayed(self._agreed, self._agreement, self._public, round, nonce, before, parts)
             _, _, _, _, form = self._make(opened.terms.sizes)
             state = self._step(self._state(before.hex(), opened.terms.sizes), opened)
-            link = next_link(before, opened, form.length)
+            link = compute_next_link(before, opened, form.length)
             make_folder(self._folder, mode=0o700)
             save_tensors(self._path(round), state.tensors(), {"round": str(round), "trained": str(state.trained)})
             self._states[link.hex()] = state
@@ -176,12 +176,12 @@ class ModelReplay:
                     "from a copy, or continue without this site"
                 )
 
-    def own_messages(
+    def compute_messages(
         self, terms: Terms, download: bytes | None, models: Sequence[bytes]
     ) -> tuple[bytes | None, list[bytes]]:
         """Return the download and the models to score, computed by this site, in place of the server's messages.
 
-        If the server's messages differ from them by more than `SAME_MODEL`, the site raises an alarm.
+        If the server's messages differ from them by more than `MODEL_TOLERANCE`, the site raises an alarm.
 
         Args:
             terms: terms of the session, which contain the link of the chain.
@@ -200,7 +200,7 @@ class ModelReplay:
         _, job, _, forms, _ = self._make(terms.sizes)
         message, computed_models, place = None, list[bytes](), f"round {terms.round}"
         if download is not None:
-            ids = _order(job, terms.cohort)
+            ids = _sort_cohort(job, terms.cohort)
             message = forms.write_down(job.down(state.server, terms.round, ids), state.server)
             self._compare(place, download, message, lambda sent: [*forms.read_down(sent)])
         if models:
@@ -231,13 +231,13 @@ class ModelReplay:
     def _step(self, before: State, opened: RelayedSum) -> State:
         """Replay the server's step with an opened sum, and return the state after the round."""
         terms, (_, job, _, _, form) = opened.terms, self._make(opened.terms.sizes)
-        ids = _order(job, terms.cohort)
+        ids = _sort_cohort(job, terms.cohort)
         weights = weights_of(job, before.weigher, None, job.ctx(terms.round, ids))[0].double().flatten()
         shares = dict(zip(ids.tolist(), weights.tolist(), strict=True))
         parts, _, _ = decode_sum(job, form, opened.total, len(opened.survivors), shares, self._agreed.norm_bound)
         nothing = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
         uploads = Uploads(job, before.sums)
-        uploads.add(result_of(job, ids, opened.survivors, parts, shares, nothing))
+        uploads.add(make_result(job, ids, opened.survivors, parts, shares, nothing))
         return take(job, before, terms.round, ids, before.sampler, nothing, uploads)[0]
 
     def _make(self, sizes: Sequence[Sequence[int]]) -> tuple[object, Job, Any, Forms, UploadVector]:
@@ -285,7 +285,7 @@ class ModelReplay:
             return
         try:
             pairs = list(zip(read(got), read(computed), strict=True))
-            same = all(torch.allclose(a, b, rtol=SAME_MODEL, atol=SAME_MODEL) for a, b in pairs)
+            same = all(torch.allclose(a, b, rtol=MODEL_TOLERANCE, atol=MODEL_TOLERANCE) for a, b in pairs)
         except (WireError, ValueError, RuntimeError):
             same = False
         if not same:
@@ -303,7 +303,7 @@ class ModelReplay:
 
     @cached_property
     def _first(self) -> str:
-        return first_link(self._site, self._experiment().methods[0].setting).hex()
+        return compute_first_link(self._site, self._experiment().methods[0].setting).hex()
 
     def _path(self, t: int) -> Path:
         return self._folder / f"round-{t:06d}.safetensors"
@@ -316,7 +316,7 @@ class ModelReplay:
         discard(*(p for p in self._folder.glob("round-*.safetensors") if p.name not in names))
 
 
-def _order(job: Job, cohort: Sequence[int]) -> Tensor:
+def _sort_cohort(job: Job, cohort: Sequence[int]) -> Tensor:
     """Return a cohort in the order in which the server lists it."""
     ids = torch.tensor(cohort)
     return ids[longest_first(job, ids)]

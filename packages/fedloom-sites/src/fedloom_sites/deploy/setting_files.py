@@ -1,4 +1,4 @@
-"""Read, write and compare the files of a deployment: the settings of its server and sites, and the experiment file."""
+"""Read, write and compare the files of a deployment: the settings of its server and sites, and its experiment file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_site(path: Path, *, live: bool = False) -> Site:
 
     Args:
         path: the file.
-        live: True to use the site's current data even if the site reads a snapshot.
+        live: True to use the site's current data even if the site normally reads a snapshot.
 
     Raises:
         ConfigError: the file is missing or contains an invalid value.
@@ -86,7 +86,7 @@ def placed(value: V, folder: Path) -> V:
 
 
 def text_of(value: Value) -> str:
-    """Convert settings to TOML. Parsing the text gives the same settings.
+    """Convert settings to TOML. If the text is parsed, the result equals the settings.
 
     The table with the data comes first, because people at the site edit this table.
     """
@@ -116,7 +116,7 @@ def digest(content: bytes) -> str:
 def check_agreed(
     what: str, kind: str, content: bytes, wanted: str, cure: str = "Get the file from the server again"
 ) -> None:
-    """Raise an error if the SHA-256 of a file's content differs from the agreed SHA-256.
+    """Raise an error if the SHA-256 of a file's content differs from the agreed value.
 
     Raises:
         ConfigError: the digests differ. The message names both.

@@ -1,7 +1,7 @@
 """Settings of a deployed server and of a deployed site, stored in two small TOML files.
 
 Both refer to the same experiment file (one method, one seed) and contain its SHA-256, so that both sides can check
-before training that they run the same experiment. Paths in a file are relative to the folder of that file.
+before training that they run the same experiment. Paths in a file are relative to the folder that contains the file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 def bound_of(bound: NormBound | None, field: str) -> float:
     """Return the maximum norm of the difference in a field of an upload.
 
-    The result is infinite if there is no bound.
+    The result is infinite if no bound applies.
     """
     return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
 
@@ -139,7 +139,7 @@ class Secure(Value):
         return self.threshold if self.steady is None else self.steady
 
     def digest(self, fingerprint: str) -> bytes:
-        """Return the SHA-256 of these settings and of an experiment's fingerprint."""
+        """Return the SHA-256 of these settings together with an experiment's fingerprint."""
         return hashlib.sha256(f"{fingerprint}\n{self.model_dump_json()}".encode()).digest()
 
 
@@ -202,7 +202,10 @@ class Shared(Value):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, which people use to identify a run. It is the same on every machine."""
+        """SHA-256 of the complete agreement, which people use to identify a run.
+
+        The value is the same on every machine.
+        """
         agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
         return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
@@ -384,7 +387,7 @@ class Server(Shared):
 
     @property
     def host(self) -> str:
-        """Host name or address that sites connect to."""
+        """Host name or address to which sites connect."""
         return self.entrance.rpartition(":")[0].strip("[]")
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 Like the records of sums and budgets, a snapshot belongs to a site and to data with a certain name, and every experiment
 on these data may read it. Two snapshots that differ by only a few subjects would reveal these subjects, so the second
-one would be rejected.
+would be rejected.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def declare(folder: Path, day: str | None = None) -> Declared:
 
     Args:
         folder: folder of the site.
-        day: date of the data, such as 2026-12-01. None for today (UTC).
+        day: date of the data, such as 2026-12-01. None stands for today (UTC).
 
     Raises:
         ConfigError: the data are neither a file nor a folder, the date is not later than that of the last snapshot, or
@@ -173,7 +173,7 @@ def _record(memory: Path) -> dict[str, Any]:
 
 
 def _subjects(data: Dataset, salt: str) -> list[str]:
-    """Return the digest of every subject, computed from all its rows regardless of their order."""
+    """Return every subject's digest, computed from all its rows regardless of their order."""
     design = data.design
     of = torch.arange(len(data)) if design is None or design.subject is None else design.subject
     contents = (b"".join(part[k].contiguous().numpy().tobytes() for part in (data.x, data.y)) for k in range(len(of)))

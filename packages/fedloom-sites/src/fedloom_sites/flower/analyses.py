@@ -54,8 +54,7 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
-"""Flower's name for the messages of an analysis, and the names of a node's records of answered steps and of summed sets
-of rows."""
+"""Flower's name for messages of an analysis, and names of a node's records of answered steps and summed sets."""
 GREETING_STEP = -1
 
 
@@ -66,7 +65,7 @@ class Analyses:
     Args:
         agreement: columns with their ranges, task and classes, as a file or a value. Samples must be rows with these
             columns.
-        analyses: analysis objects, or tables with their ``kind``.
+        analyses: analysis objects, or tables that contain their ``kind``.
     """
 
     agreement: Agreement | Path | str
@@ -252,7 +251,8 @@ def analyze(
         )
 
     state, log = run_questions(value, public, ask, place)
-    return AnalysisResult(value, value.result(state), tuple(log), (), value.model(state))
+    table = value.result(state)
+    return AnalysisResult(value, table, tuple(log), tuple(value.remarks(table)), value.model(state))
 
 
 def _send(

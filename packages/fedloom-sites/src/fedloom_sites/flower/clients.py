@@ -1,4 +1,4 @@
-"""Nodes of an existing Flower app, used as the clients of a round."""
+"""Nodes of an existing Flower app, which act as the clients of a round."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Send = Callable[[Iterable[Message]], Iterable[Message]]
 
 
 class FlowerClients(RemoteClients):
-    """Nodes of an app as clients (see `RemoteClients`).
+    """Nodes of an app, represented as clients (see `RemoteClients`).
 
     Args:
-        job: the run at the server.
+        job: the run, as set up at the server.
         forms: formats of the run's messages.
         roll: registry of the clients and their nodes.
-        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
+        run: name of the run, by which nodes recognize it. If the run cannot be resumed, the name is empty.
         document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.
@@ -44,8 +44,8 @@ class FlowerClients(RemoteClients):
     Attributes:
         roll: registry of the clients and their nodes.
         scores: metrics of every client that answered the latest evaluation.
-        refusals: reason why each client refused the latest request. Clients that did not answer or have lost their
-            state are not included.
+        refusals: reason why each client refused the latest request. Clients that did not answer, or that have lost
+            their state, are not included.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FlowerClients(RemoteClients):
         self.refusals: dict[int, str] = {}
 
     def replace_sender(self, send: Send) -> FlowerClients:
-        """Return a copy of these clients with a different function for sending messages."""
+        """Return a copy of these clients that uses a different function for sending messages."""
         other = copy.copy(self)
         other._send, other.refusals = send, {}
         return other

@@ -32,7 +32,7 @@ UNREAD_CHOICES = {
     "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
     | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
-"""Fields of choices that have no effect in an app, with advice on each."""
+"""Fields of choices that have no effect in an app, with advice for each of them."""
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 CLIPPING_KEY = "clipping_norm"
@@ -71,7 +71,7 @@ def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
 
 
 def _hint(key: str, value: object) -> str:
-    """Return a hint on what replaces an option of Flower's strategies, or an argument of `Strategy.start`."""
+    """Return a hint about what replaces an option of Flower's strategies, or an argument of `Strategy.start`."""
     if key in REPLACEMENT_HINTS["options"]:
         return f"{key} is an option of Flower's own strategies. Use {REPLACEMENT_HINTS['options'][key]}"
     if key in OF_START:
@@ -92,11 +92,11 @@ NO_CHOICES = {
     "task": ("nodes have the loss and the metrics", "app-task", "leave {task} out, and pass the loss to Local"),
     "rounds": ("Flower counts rounds", "app-rounds", "pass the number of rounds to start, as num_rounds"),
 }
-"""Choices of a simulation that an app does not support, with the reason, the rule, and the fix for each."""
+"""Choices of a simulation that an app does not support, each with the reason, the rule, and how to fix it."""
 
 
 def resolved_document(setting: Setting) -> str:
-    """Return a job's setting as JSON for its nodes, with everything that depends on the federation as numbers."""
+    """Return a job's setting as JSON for its nodes, with numbers in place of all that depends on the federation."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
     parts = [
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
@@ -129,7 +129,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
 
 
 def _check_choices(content: Mapping[str, Any]) -> None:
-    """Raise an error if a document contains a choice that has a meaning only in simulations.
+    """Raise an error if a document contains a choice that is meaningful only in simulations.
 
     Raises:
         Refused: the document contains such a choice, which the message names.
@@ -147,7 +147,7 @@ def _check_choices(content: Mapping[str, Any]) -> None:
 
 
 def check_counts(**counts: tuple[Any, int]) -> None:
-    """Raise an error if a named count is not a whole number, or is below its minimum.
+    """Raise an error if one of the named counts is not a whole number, or is below its minimum.
 
     Raises:
         ConfigError: a count is invalid. The message names the first invalid count.

@@ -38,28 +38,28 @@ class Local:
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
             tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
             different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
-            used. The strategy's ``local`` settings draw the batches.
+            used. The strategy's ``local`` settings determine how batches are drawn.
         loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function that receives a
             batch's outputs and targets, in the shapes of the model and the samples, and returns the mean over the
-            batch. The default is the cross-entropy if targets are whole numbers, otherwise the squared error. With a
-            label for each position ``[n, L]`` and outputs ``[n, L, C]``, the loss is called with the outputs and labels
-            of the labelled positions, ``[k, C]`` and ``[k]``. The value -100, or the ``ignore_index`` of
-            ``nn.CrossEntropyLoss``, marks a position without a label.
+            batch. The default is the cross-entropy if targets are whole numbers, and otherwise the squared error. If
+            there is a label for each position (``[n, L]``) and outputs are ``[n, L, C]``, the loss is called with the
+            outputs and labels of the labelled positions, ``[k, C]`` and ``[k]``. The value -100, or the
+            ``ignore_index`` of ``nn.CrossEntropyLoss``, marks a position without a label.
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
         device: device on which the node computes.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
             the node's state. None to write no files.
-        keys: for samples that are dicts, the names of the model's inputs followed by that of the target. By default,
-            the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other entries are
-            inputs. Multiple inputs are passed to the model by name.
+        keys: for samples that are dicts, the names of the model's inputs, followed by the name of the target. By
+            default, the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other
+            entries are inputs. Multiple inputs are passed to the model by name.
         subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient number.
             The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
-            and its noise is not smaller, otherwise the node's noise replaces it. Scores are sent without noise.
+            and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without noise.
         norm_bound: maximum L2 norm of the difference in every field that leaves the node, greater than 0. A difference
-            with a larger norm is scaled down, whatever the server's document says. None for no limit.
+            whose norm is larger is scaled down, whatever the server's document says. None for no limit.
         analyses: analyses by sums that the node answers, with the agreement on their columns. None to answer none.
     """
 
@@ -80,7 +80,7 @@ class Local:
         """Return the setting in the server's document, with at least the node's own noise.
 
         Raises:
-            ConfigError: the channel is not a noise channel.
+            ConfigError: the channel does not add noise.
             Refused: the document has a channel of a different kind, and two channels cannot be combined.
         """
         own_noise, channel = self._noise(), setting.upload_transform
@@ -216,9 +216,9 @@ class NodeProblem(NamedTuple):
     """A node's model, samples and loss, ready for a run.
 
     Attributes:
-        model: model that receives a row for each sample and returns ``[b, k]``.
+        model: model that receives one row for each sample and returns ``[b, k]``.
         signature: call signature of the app's module.
-        fed: samples as a federation with one client.
+        fed: samples, as a federation with one client.
         objective: the node's loss, or None for the task's loss.
     """
 
@@ -235,7 +235,7 @@ def _design(parts: Mapping[str, NodeSamples]) -> Design | None:
 
 
 def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
-    """Return the indices of the samples in every part, where one part follows another."""
+    """Return the indices of the samples of all parts, one part after another."""
     splits, start = {}, 0
     for part in DATA_PARTS:
         count = len(parts[part].target) if part in parts else 0
@@ -250,7 +250,7 @@ def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
 
 
 def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
-    """Join the tensors of one entry over all parts.
+    """Join the tensors of one entry across all parts.
 
     Raises:
         ConfigError: the shapes of the parts differ.
@@ -265,7 +265,7 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
 
 
 def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
-    """Return a node's task, and True if its loss is the default loss of this task."""
+    """Return a node's task, and True if its loss is the task's default loss."""
     whole = not y.is_floating_point()
     if type(loss) is nn.BCEWithLogitsLoss and outputs == 1 and bool(((y == 0) | (y == 1)).all()):
         return "binary", _is_plain(loss)
@@ -277,7 +277,7 @@ def _task(loss: object, y: Tensor, outputs: int) -> tuple[Task, bool]:
 
 
 def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
-    """Return True if a torch loss has default options, except for the options in ``free``."""
+    """Return True if a torch loss has its default options, apart from those in ``free``."""
     plain = type(loss)()
     options = {"reduction", "label_smoothing", "ignore_index"}.difference(free)
     same = all(getattr(loss, name, None) == getattr(plain, name, None) for name in options)

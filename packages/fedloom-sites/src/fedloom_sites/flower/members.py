@@ -41,9 +41,9 @@ class Members(NamedTuple):
     """The nodes of a run.
 
     Attributes:
-        nodes: Flower's node numbers, by client.
+        nodes: Flower's node numbers, keyed by client.
         sizes: number of training, validation and test samples of each node.
-        run: name of the run, by which nodes recognize it. The name is empty if the run cannot be resumed.
+        run: name of the run, by which nodes recognize it. If the run cannot be resumed, the name is empty.
     """
 
     nodes: list[int]
@@ -51,7 +51,7 @@ class Members(NamedTuple):
     run: str
 
     def roll(self) -> Roll:
-        """Return the registry of these nodes, with all of them connected."""
+        """Return the registry of these nodes, in which all of them are connected."""
         roll = Roll({node: client for client, node in enumerate(self.nodes)}, torch.tensor(self.sizes))
         roll.connect(self.nodes)
         return roll
@@ -65,7 +65,7 @@ class Introduction(NamedTuple):
     sizes: list[int]
 
     def text(self, counted: bool = False) -> str:
-        """Return a short description of the samples."""
+        """Return a short description of the node's samples."""
         inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.signature.inputs)
         count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
         what = ", ".join(inputs) or str([*self.schema.shape])
@@ -101,7 +101,7 @@ class SavedRun(NamedTuple):
     """A run, as it is stored in its folder.
 
     Attributes:
-        members: nodes of the run.
+        members: nodes that take part in the run.
         schema: form of the samples.
         signature: call signature of the modules.
         document: JSON text with the method and the choices of the run.
@@ -118,7 +118,7 @@ class SavedRun(NamedTuple):
         """Raise an error if this run differs from the stored run.
 
         Raises:
-            ConfigError: the method, a choice, or the model differs.
+            ConfigError: the method, a choice or the model differs.
         """
         for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
             if new != old:
@@ -127,7 +127,7 @@ class SavedRun(NamedTuple):
                 )
 
     def introduction(self, node: int) -> Introduction:
-        """Return the introduction that a node made at the start of the run."""
+        """Return the introduction that a node sent at the start of the run."""
         return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
@@ -136,7 +136,7 @@ def introductions(
 ) -> dict[int, Introduction]:
     """Wait for nodes, ask each for its introduction, and return the matching introductions, keyed by node number.
 
-    They must match each other, or the saved run if there is one.
+    They must match each other, or the saved run if it exists.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -223,7 +223,7 @@ def write_run(folder: Path, saved: SavedRun) -> None:
     """Write a run to its folder.
 
     Raises:
-        CheckpointError: the disk rejects the file.
+        CheckpointError: the file cannot be written to the disk.
     """
     make_folder(folder)
     content = {

@@ -149,7 +149,7 @@ class _Run:
 
 
 class _Node:
-    """A node's answers to the server's messages."""
+    """A node's answers to messages from the server."""
 
     def __init__(self, function: LocalFunction, app: ClientApp) -> None:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
@@ -272,7 +272,7 @@ class _Node:
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
-        """Return the run at this node, and its job with the node's share and the state that the server accepted."""
+        """Return the run at this node, and its job, with the node's share and the state that the server accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
         check_alike(run.shapes, values["parameters"])

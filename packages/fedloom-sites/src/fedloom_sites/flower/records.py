@@ -1,4 +1,4 @@
-"""Conversion of the data that the server and the nodes exchange to and from Flower's records."""
+"""Conversion of the data exchanged between the server and the nodes to and from Flower's records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES_RECORD = "fedloom"
 FROZEN_TOLERANCE = 1e-3
 """Maximum difference of means and standard deviations at which untrained values are treated as equal."""
 log = logging.getLogger("flwr").log
-"""Function that writes to Flower's log. Different releases of Flower export it from different modules."""
+"""Function that writes to Flower's log. Flower's releases export it from different modules."""
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
@@ -34,7 +34,7 @@ def messages_of(records: RecordDict) -> list[bytes]:
     """Return the encoded arrays that a message or a reply contains.
 
     Raises:
-        WireError: there are no such arrays.
+        WireError: the arrays do not exist.
     """
     record = records.get(ARRAYS_RECORD)
     if not isinstance(record, ArrayRecord):
@@ -43,7 +43,7 @@ def messages_of(records: RecordDict) -> list[bytes]:
 
 
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
-    """Return the tensors of a record. The dict is empty if there is no record.
+    """Return the tensors of a record. If there is no record, the dict is empty.
 
     Raises:
         WireError: an array is damaged.
@@ -61,8 +61,8 @@ def head_of(records: RecordDict) -> dict[str, Any]:
     """Return the plain values of a message.
 
     Raises:
-        WireError: the message does not come from fedloom.
-        Refused: a different release wrote the message.
+        WireError: the message was not written by fedloom.
+        Refused: the message was written by a different release.
     """
     record = records.get(VALUES_RECORD)
     if not isinstance(record, ConfigRecord) or "release" not in record:
@@ -133,7 +133,7 @@ def check_alike(node: str, server: str) -> None:
     """Raise an error if a model differs from the server's model.
 
     Raises:
-        Refused: the models differ. The message shows the first parameter that differs, on both sides.
+        Refused: the two models differ. The message shows the first parameter that differs, as it is on each side.
     """
     facts, expected = json.loads(node), json.loads(server)
     for name in [*facts, *expected]:

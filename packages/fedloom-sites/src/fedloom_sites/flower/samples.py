@@ -31,9 +31,9 @@ AUGMENT_HINT = (
     "leave random transforms out of the data set and pass augment to the strategy, as augment={'flip': 0.5, 'crop': 4}"
 )
 COLLATED_AGAIN = 8
-"""Number of samples that are passed to a loader's collate_fn, and how often they are passed, to detect random changes.
+"""Number of samples passed to a loader's collate_fn, and number of calls with them, to detect random changes.
 
-If tokens are masked with a probability of 0.15, the 64 values of a position differ with probability 1 - 1e-4."""
+If tokens are masked with a probability of 0.15, the 64 values at a position differ with probability 1 - 1e-4."""
 MAX_EXACT_INTEGER = 2**24
 """Bound below which integers are exact in float32."""
 INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
@@ -58,11 +58,11 @@ class Signature(NamedTuple):
     """Call signature of an app's module.
 
     Attributes:
-        inputs: inputs of the module, which are stored next to each other in a row. The tuple is empty if the sample is
+        inputs: the module's inputs, which are stored next to each other in a row. The tuple is empty if the sample is
             the only input and is passed on unchanged.
         outputs: shape of the output for one sample.
         fields: True if the output is a dict or an object, of which only ``logits`` is used.
-        positions: True if a sample has a label for each position, each with a row of ``outputs``.
+        positions: True if a sample has a label for each position, each of which has a row of ``outputs``.
     """
 
     inputs: tuple[Input, ...]
@@ -72,7 +72,7 @@ class Signature(NamedTuple):
 
     @property
     def widths(self) -> list[int]:
-        """Number of values that each input has in a row."""
+        """Number of values of each input in one row."""
         return [math.prod(part.shape) for part in self.inputs]
 
     def text(self) -> str:
@@ -118,7 +118,7 @@ class Unpack:
 
 
 def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
-    """Flatten a module's outputs to ``[b, k]`` in a hook, using only the logits if there are several fields."""
+    """Flatten a module's outputs to ``[b, k]`` in a hook; if there are several fields, use only the logits."""
     outputs = _logits_of(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
@@ -131,12 +131,12 @@ def logits(_module: nn.Module, _args: object, outputs: object) -> Tensor:
 
 
 def _logits_of(outputs: object) -> Any:
-    """Return the field or entry ``logits`` of an output, or the output itself if there is none."""
+    """Return the field or entry ``logits`` of an output, or the output itself if it has none."""
     return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
-    """Return a module that maps a row per sample to ``[b, k]``, or to ``[b, L, k]`` if every position has a label.
+    """Return a module that maps each sample's row to ``[b, k]``, or to ``[b, L, k]`` if every position has a label.
 
     The result is a copy, or the module itself if it already does this.
     """
@@ -167,11 +167,11 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
     """Read a data set, and return its inputs by name and its targets.
 
     Args:
-        part: name of the part, for messages.
+        part: name of the part, used in messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
         keys: for samples that are dicts, the names of the inputs followed by that of the target. Empty for the default.
-        subject: for samples that are dicts, the entry with the sample's subject, which is not an input. None without
-            subjects.
+        subject: for samples that are dicts, the entry that contains the sample's subject, which is not an input. None
+            without subjects.
 
     Raises:
         ConfigError: the data set does not contain samples with a target.
@@ -220,7 +220,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
 
 
 def _batch(part: str, samples: object) -> Any:
-    """Return all samples as one batch, joined in the same way as by the loader."""
+    """Return all samples as one batch, joined in the way that the loader joins them."""
     loader = samples if isinstance(samples, DataLoader) else None
     dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
@@ -291,7 +291,7 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
-    """Convert inputs to a form that a module accepts, and find its signature by calling it on two samples.
+    """Convert inputs to a form that a module accepts, and determine its signature by calling it on two samples.
 
     Args:
         module: the app's.
@@ -336,7 +336,7 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signat
 
 @torch.no_grad()
 def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
-    """Call a module with these inputs, and return its signature.
+    """Call a module with the given inputs, and return its signature.
 
     Raises:
         ConfigError: the module fails on the inputs, or does not return a tensor with a row for each sample.

@@ -62,10 +62,10 @@ class Strategy(FlowerStrategy):
     """A method of fedloom at the server of a Flower app, whose nodes use `fedloom_sites.flower.client`.
 
     Args:
-        algorithm: name in ``fl.algorithms.REGISTRY``.
-        model: the module, which must be the same as at the nodes. The values in ``initial_arrays`` replace its own
-            values.
-        min_nodes: minimum number of nodes to wait for before the first round. All nodes that are present at that point
+        algorithm: the method's name in ``fl.algorithms.REGISTRY``.
+        model: the module, which must be the same as at the nodes. The values in ``initial_arrays`` are used instead of
+            its own values.
+        min_nodes: minimum number of nodes to wait for before the first round. All nodes that are present at that time
             form the federation.
         wait: number of seconds to wait for the nodes.
         evaluate_every: number of rounds between two evaluations at the nodes. 0 for no evaluation.
@@ -73,11 +73,11 @@ class Strategy(FlowerStrategy):
             an interrupted run resumes the run with the same nodes. None for no checkpoint.
         choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
             ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine``, as in an experiment file or
-            `fedloom.Setting`. Any other argument is an option of the method.
+            `fedloom.Setting`. All other arguments are options of the method.
 
     Attributes:
         state: state of the run after the latest round (`fedloom.engine.state.State`). None before the first round.
-        client_metrics: metrics of every client, keyed by the round of the evaluation.
+        client_metrics: metrics of every client, keyed by the round in which they were evaluated.
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
@@ -121,9 +121,9 @@ class Strategy(FlowerStrategy):
     ) -> Result:
         """Run the rounds and return the result (see ``flwr.serverapp.strategy.Strategy.start``).
 
-        An interrupted run continues with its remaining rounds.
+        An interrupted run continues with the remaining rounds.
 
-        Local training uses the strategy's ``local`` settings. The configs are sent as well, but fedloom does not read
+        Local training uses the strategy's ``local`` settings. The configs are still sent, but fedloom does not read
         them.
 
         Returns:
@@ -189,11 +189,10 @@ class Strategy(FlowerStrategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample the cohort for the next round, and return its messages.
+        """Sample the cohort for the next round, and return the messages to it.
 
         Raises:
-            ConfigError: Flower's differential privacy wraps this strategy, or the arrays do not come from this
-                strategy.
+            ConfigError: Flower's differential privacy wraps this strategy, or the arrays do not come from it.
         """
         refuse_privacy(config)
         self._warn_of_unread("train_config", config)
@@ -237,10 +236,10 @@ class Strategy(FlowerStrategy):
 
         Returns:
             The global model, or None before the last round if nothing reads it (i.e. without an ``evaluate_fn`` or
-            functions of a subclass). Also the round's counts, which are None with too few replies.
+            functions of a subclass). The round's counts are also returned, or None if there are too few replies.
 
         Raises:
-            RunStopped: every node in the cohort refused the round, and a repeated request would not change this.
+            RunStopped: every node in the cohort refused the round, and repeating the request would not change this.
         """
         clients, job, before = self._running
         arrived = list(replies)
@@ -279,7 +278,7 @@ class Strategy(FlowerStrategy):
         """Return the requests for the scores of all nodes' models.
 
         Returns:
-            A request for each node. The list is empty in a round without an evaluation.
+            One request for each node. In a round without an evaluation, the list is empty.
         """
         if self._job is None or self._clients is None or self.state is None:
             return []
@@ -301,7 +300,7 @@ class Strategy(FlowerStrategy):
         """Return the mean scores, weighted by the nodes' numbers of samples, or None without an evaluation.
 
         Returns:
-            The means, keyed by ``model/part/metric``. None in a round without an evaluation.
+            The means, keyed by ``model/part/metric``. None in a round in which nothing is evaluated.
         """
         arrived = list(replies)
         if not arrived or self._clients is None or self._job is None:
@@ -395,7 +394,7 @@ class Strategy(FlowerStrategy):
             )
 
     def _look(self, grid: Grid) -> None:
-        """Update which nodes of the run are connected."""
+        """Update which of the run's nodes are connected."""
         clients, *_ = self._running
         for node in clients.roll.connect({*grid.get_node_ids()}):
             log(WARNING, "fedloom: node %s has disconnected. The run continues without it until it is back", node)
@@ -407,7 +406,7 @@ class Strategy(FlowerStrategy):
             self._checkpoints.save(state, accepted=clients.accepted.tolist())
 
     def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
-        """Ask the nodes to introduce themselves, and return them with a description of their samples.
+        """Ask the nodes to introduce themselves, and return them with descriptions of their samples.
 
         Args:
             grid: Flower's connection to the nodes.
@@ -415,7 +414,7 @@ class Strategy(FlowerStrategy):
             saved: run to resume. None for a new run.
 
         Raises:
-            ConfigError: too few matching nodes are present, or the run is a different one.
+            ConfigError: too few matching nodes are present, or the folder contains a different run.
         """
         if saved is not None:
             saved.check(self._document, parameters, self._folder)
@@ -481,4 +480,4 @@ def _scores(answer: object) -> MetricRecord | None:
 
 
 class _Configured(Exception):
-    """Exception that signals that the messages of a round are ready. The replies arrive later."""
+    """Exception that signals that the messages of a round have been configured. The replies arrive later."""

@@ -1,6 +1,6 @@
 """Formats of all messages in a run.
 
-The server and the sites derive the formats from the experiment alone, so they are the same everywhere.
+The server and the sites derive the formats only from the experiment, so that the formats are the same everywhere.
 
 A format is a codec from `fedloom.rows.wire`: names, types, shapes and encodings are agreed on before a byte is read, so
 a message is checked against its format before any memory is allocated for it.
@@ -33,7 +33,7 @@ class Forms:
 
     Args:
         job: run, either at the server or at a site.
-        server: state of the server before the first round.
+        server: the server's state before the first round.
         client: number of an arbitrary client.
         dense: True to encode all numbers of an upload one by one, whatever the channel, because a node of a Flower app
             may change its upload after the channel.
@@ -70,7 +70,7 @@ class Forms:
     def write_down(self, down: Any, server: Any = None) -> bytes:
         """Encode the download of one client (fields ``[1, .]`` or ``[.]``).
 
-        ``server`` is the server's state, which contains the ranks of matrices.
+        ``server`` is the server's state, which contains the ranks of the matrices.
         """
         return self._messages.down(down, server).encode()
 
@@ -98,7 +98,7 @@ class Forms:
         return self._messages.up(sent, answers).encode()
 
     def read_up(self, message: bytes, client: int = 0, down: Any = None) -> Upload:
-        """Decode a client's upload, given its download. Without a download, a compressed change stays compressed.
+        """Decode a client's upload, given its download. If there is no download, a compressed change stays compressed.
 
         Raises:
             WireError: the bytes are not an upload of this run.
@@ -133,14 +133,14 @@ class Forms:
         """Decode a candidate's answer ``[1, k]``.
 
         Raises:
-            WireError: the bytes are not an answer.
+            WireError: the bytes do not encode an answer.
         """
         return self._messages.vector(SAMPLER_REPORT, self._answer).decode(message)[SAMPLER_REPORT]
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
     def write_models(self, down: Any, shared: Tensor | None) -> list[bytes]:
-        """Encode the models that a client scores: the download, and the global model if it is a different one.
+        """Encode the models that a client scores: the download, and the global model if it differs from the download.
 
         A method without personal models sends only the global model.
         """
@@ -172,7 +172,7 @@ class Forms:
         return down, self.read_model(rest[0]) if rest or down is None else down[0].reshape(-1)
 
     def _is_received(self, down: Any, shared: Tensor) -> bool:
-        """Return True if a client that decodes the download also has the global model, bit for bit."""
+        """Return True if a client that decodes the download then has the global model, bit for bit."""
         return self._messages.is_exact(self._down._fields[0]) and torch.equal(down[0].reshape(-1), shared)
 
     # ---------------------------------------------------------------------------------------------------- inside

@@ -10,12 +10,12 @@ from fedloom.schedule import Stream, Synchronous
 
 
 def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool = False) -> None:
-    """Raise an error if a method or a choice needs something that real clients do not have.
+    """Raise an error if a method or a choice needs something that real clients cannot provide.
 
     Args:
         name: name of the method, for messages.
         setting: the run.
-        party: plural noun for the clients, for use in messages.
+        party: plural noun for the clients, used in messages.
         streams: True if clients may answer at any time, so that buffered schedules work.
 
     Raises:

@@ -24,7 +24,7 @@ class Node:
         job: the run, with the client's samples.
         server: initial state of the run's server.
         client: number of the client.
-        dense: as in `Forms`.
+        dense: see `Forms`.
     """
 
     def __init__(self, job: Job, server: Fields, client: int, *, dense: bool = False) -> None:
@@ -49,7 +49,7 @@ class Node:
                 store.write(self.ids, remade(store.template, [fields[field][None] for field in store.template._fields]))
 
     def answer(self, job: Job, message: bytes, t: int) -> tuple[bytes, list[int]]:
-        """Return the client's encoded answer about the global model, which a sampler has requested, and the work.
+        """Return the client's encoded answer to a sampler's request about the global model, and the work done.
 
         Raises:
             WireError: the message contains no global model.
@@ -75,7 +75,7 @@ class Node:
     def read_models(
         self, job: Job, messages: Sequence[bytes], t: int, *, common: bool, trained: bool = True
     ) -> NodeModels:
-        """Return the models in the messages of an evaluation.
+        """Return the models contained in the messages of an evaluation.
 
         Args:
             job: this run, after `load_state`.
@@ -101,10 +101,10 @@ class NodeModels(NamedTuple):
     """Models that a client scores in an evaluation.
 
     Attributes:
-        down: download as if every client had received it, or None.
+        down: the download that would result if every client had received it, or None.
         shared: global model ``[d]``, or None.
         row: the client's latest model ``[d]``, or None.
-        kind: "personal" or "global", for ``row``.
+        kind: type of the model in ``row``, "personal" or "global".
     """
 
     down: Any

@@ -77,10 +77,10 @@ def map_command(
 ) -> None:
     """Measure every method in every kind of federation.
 
-    Run the same command again to resume. The order of the work and the number of machines do not matter.
+    Run the same command again to resume. Neither the order of the work nor the number of machines affects the results.
 
-    Settings of every method are chosen on validation data with the same number of trials. The method is then run with
-    new seeds. Your own method gets a row in the table next to the recorded methods.
+    The settings of every method are chosen on validation data with the same number of trials. The method is then run
+    with new seeds. Your own method gets a row in the table, next to the recorded methods.
 
     Example: fedloom map --method my_package:MyMethod --space space.toml
     """
@@ -194,7 +194,7 @@ def map_command(
 
 
 def _chosen(scale: str, names: list[str] | None, protocol: str) -> tuple[dict[str, Setup], list[Setup], Protocol]:
-    """Return all setups of a scale, the setups with the given names, and the protocol."""
+    """Return all setups of a scale, the setups selected by name, and the protocol."""
     from fedloom.values import choose
     from fedloom_studies.map.setups import setups
 

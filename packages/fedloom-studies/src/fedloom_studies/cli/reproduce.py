@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary
 
 CHEAP_CORE_MINUTES = 30.0
-"""Cost of a recipe with five seeds, in core-minutes, below which more seeds may be added to it."""
+"""Cost of a recipe with five seeds, in core-minutes, below which more seeds may be added."""
 
 
 @app.command(rich_help_panel="Studies")
@@ -199,7 +199,7 @@ def _run(
 
 
 def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
-    """Print the table of values and the table of claims of a recipe."""
+    """Print a recipe's table of values and its table of claims."""
     from fedloom.lab.printing import print_texts
     from fedloom_studies.reproduce import judge
     from fedloom_studies.reproduce.cells import cells
@@ -248,7 +248,7 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
 
 
 def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
-    """Run the experiments of the frozen list, starting with the lowest cost per claim.
+    """Run the experiments of the frozen list, in order of increasing cost per claim.
 
     At the time limit, exit with code 130.
     """
@@ -291,7 +291,7 @@ def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str,
 def _verify(
     recipe: Recipe, scale: Scale, results: Path, data_dir: Path | None, workers: str, only: list[str]
 ) -> None:  # fmt: skip
-    """Rerun one seed of a summary and report whether its values are equal, equal up to numerical noise, or different.
+    """Rerun one seed of a summary, and report whether its values are equal, equal up to numerical noise, or different.
 
     In the last case, exit with code 1.
     """

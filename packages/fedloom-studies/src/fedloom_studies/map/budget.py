@@ -35,13 +35,13 @@ class GradientBudget:
         self._by_seed: dict[int, tuple[Federation, Budget]] = {}
 
     def rounds(self, cell: Cell, params: Mapping[str, Any], seed: int, *, whole: bool = False) -> int:
-        """Return the number of rounds for which a method's total number of gradients comes closest to FedAvg's.
+        """Return the number of rounds in which a method's total number of gradients comes closest to that of FedAvg.
 
         Args:
-            cell: the method in this setup.
+            cell: the method in the given setup.
             params: settings of the method, keyed by name.
             seed: seed of the run.
-            whole: True to run every round to measure its cost, as in `fedloom.lab.tune.Budget.rounds`.
+            whole: True to run every round when measuring the cost, as in `fedloom.lab.tune.Budget.rounds`.
 
         Raises:
             ConfigError, RunStopped, ClientError: as in `fedloom.lab.tune.Budget.rounds`.

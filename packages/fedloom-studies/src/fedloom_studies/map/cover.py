@@ -1,4 +1,4 @@
-"""Selection of a few methods that cover the map.
+"""Choice of a few methods that cover the map.
 
 The selected methods form the portfolio that `fedloom advise` compares in a race.
 
@@ -25,8 +25,8 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods that belong to every portfolio."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
-"""Methods that are never selected. These methods train after the last round, which a race would repeat at each
-comparison."""
+"""Methods that are never selected. These methods train after the last round; in a race, this training would be repeated
+at each comparison."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
@@ -54,7 +54,7 @@ def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], Cell
 
 
 def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
-    """Return the regret of a selection of methods in every setup, keyed by setup."""
+    """Return a selection's regret in every setup, keyed by setup."""
     return {
         setup: max(means.values()) - max((means[name] for name in methods if name in means), default=-math.inf)
         for setup, means in figures.items()

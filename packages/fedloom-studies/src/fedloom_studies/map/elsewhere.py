@@ -23,11 +23,11 @@ from fedloom.processes import interruptible
 from fedloom_studies.map.budget import GradientBudget
 from fedloom_studies.map.measure import CellWork, hide_progress
 from fedloom_studies.map.records import CellRecord, read_record, read_records, record_cell
-from fedloom_studies.map.setups import Cell, Setup
+from fedloom_studies.map.setups import SEED_KEYS, Cell, Setup
 from fedloom_studies.reproduce.execute import TimeBudget
 
 RECORD_FILE = "record.json"
-"""File in a worker's reply that contains the record of a cell."""
+"""Name of the file in a worker's reply that contains the record of a cell."""
 
 
 def measure_elsewhere(
@@ -38,9 +38,9 @@ def measure_elsewhere(
 
     Args:
         executor: executor that measures the cells, with one call for each cell.
-        todo: cells to run.
+        todo: cells that remain to be run.
         records: records that existed before the call, keyed by setup and method.
-        results: file in which the records are stored.
+        results: file in which records are stored.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         say: function that is called with a sentence about every cell.
         again: True to rerun each cell with other seeds, to confirm its verdict.
@@ -81,7 +81,7 @@ def measure_elsewhere(
 
 
 def compute_cell(_experiment: str, unit: str) -> bytes:
-    """Measure a cell on any machine and return the record.
+    """Measure a cell on any machine, and return the record.
 
     Apart from the time, machine and date, the same arguments always give the same record.
 
@@ -93,7 +93,7 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
         A `UnitReply` with the record, encoded as bytes.
     """
     fields = json.loads(unit)
-    seeds = {key: tuple(fields["setup"][key]) for key in ("tuning", "seeds", "again")}
+    seeds = {key: tuple(fields["setup"][key]) for key in SEED_KEYS}
     cell = Cell(Setup(**{**fields["setup"], **seeds}), fields["method"], fields["space"], fields["protocol"])
     before, first = (None if fields[key] is None else read_record(fields[key]) for key in ("before", "first"))
     with unit_folder() as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +46,8 @@ class BothProtocols(NamedTuple):
         rounds: verdicts at equal rounds.
         gradients: verdicts at equal gradients.
         records: records at equal gradients as they were written, keyed by method. Reused records contain no values.
-        changes: difference of the mean at equal gradients from the mean at equal rounds, for every method whose work
-            differs. All differences form one family of tests.
+        changes: mean at equal gradients minus mean at equal rounds, for every method whose work differs. All
+            differences form one family of tests.
     """
 
     rounds: SetupVerdict
@@ -56,7 +57,7 @@ class BothProtocols(NamedTuple):
 
     @property
     def repeated(self) -> list[str]:
-        """Methods that were run again although their work is the same as at equal rounds."""
+        """Return the methods that were run again although they do the same work as at equal rounds."""
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]
@@ -69,14 +70,15 @@ class BothProtocols(NamedTuple):
 
 
 def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
-    """Compare the results of a setup at equal gradients with those at equal rounds.
+    """Compare the results of a setup at equal gradients with those at equal rounds, with the setup's first seeds.
 
     Args:
         rounds: verdicts of the setup at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
-    gradients = judge(rounds.setup, fill_reused(second, first))
+    setup = replace(rounds.setup, plan=())  # both protocols have the first seeds
+    rounds, gradients = judge(setup, first) if rounds.setup.plan else rounds, judge(setup, fill_reused(second, first))
     recorded = {method: record for (name, method), record in second.items() if name == rounds.setup.name}
     means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:
@@ -141,7 +143,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 
 
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
-    """Return a sentence about methods that compute over 10 % more gradients than FedAvg.
+    """Return a sentence about the methods that compute over 10 % more gradients than FedAvg.
 
     A single round of these methods already exceeds the budget.
     """
@@ -157,7 +159,7 @@ def _dearer(comparisons: Sequence[BothProtocols]) -> str:
 
 
 def equal_section(c: BothProtocols) -> Iterator[str]:
-    """Yield lines for a setup's page: sentences, a row for every method, and the methods that were not run."""
+    """Yield lines for a setup's page: sentences, a row for each method, and the methods that were not run."""
     setup, j = c.rounds.setup, c.gradients
     yield from ("## At equal gradients", "", " ".join([*sentences(j), changes_in_words(c)]).strip())
     if j.standings:
@@ -191,7 +193,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 
 def _notes(setup: Setup, c: BothProtocols, method: str) -> str:
-    """Return remarks on a method: whether it is stale or reused, and which changes and gains are significant."""
+    """Return remarks on a method: if its record is stale or reused, and which changes and gains are significant."""
     record, standing, change = c.records[method], c.gradients.find(method), c.changes.get(method)
     old = stale(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []

@@ -1,4 +1,6 @@
-"""Features of photos computed with statistics of other photos. These features replace those of a pretrained network.
+"""Features of photos, computed with statistics of other photos.
+
+These features are used instead of those of a pretrained network.
 
 The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
 quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches, the
@@ -18,11 +20,11 @@ from fedloom.data import Dataset, Source, load
 from fedloom.errors import DataError
 
 PATCH_PIXELS, PATCH_STRIDE_PIXELS = 6, 2
-"""Side length of a patch, and distance between neighboring patches, in pixels."""
+"""Side length of a patch and distance between neighboring patches, in pixels."""
 PATCH_COUNT = 64
 RESPONSE_THRESHOLD = 0.25
 CONTRAST_VARIANCE, WHITENING_VARIANCE = 10 / 255**2, 0.1
-"""Constants added to the variance of a patch before normalization, and to the variances before whitening."""
+"""Constants that are added to the variance of a patch before normalization, and to the variances before whitening."""
 FITTED_IMAGES = 2000
 BLOCK_IMAGES = 200
 
@@ -92,7 +94,7 @@ class PatchEncoder:
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Return all normalized patches of images, as ``[N, positions, 3 * PATCH_PIXELS**2]``.
+    """Return all patches of images after normalization, as ``[N, positions, 3 * PATCH_PIXELS**2]``.
 
     Each patch has a mean of 0, and a variance close to 1 unless its contrast is low.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +100,7 @@ class SetupVerdict:
         needed: number of seeds needed to detect a gain of `DETECTABLE_GAIN` with probability `DETECTION_PROBABILITY`,
             given ``spread`` and the first step of Holm's correction. This number does not depend on the observed gains,
             and is 0 if ``spread`` is unknown.
-        standings: results of the methods that have finished, with the best mean first.
+        standings: results of the methods that have finished, best mean first.
         records: record of every method, keyed by method.
     """
 
@@ -110,6 +110,7 @@ class SetupVerdict:
     needed: int
     standings: tuple[Standing, ...]
     records: dict[str, CellRecord]
+    seeds: tuple[int, ...]
 
     def find(self, method: str) -> Standing | None:
         """Return the result of a method, or None if it has none."""
@@ -123,13 +124,20 @@ class SetupVerdict:
     @property
     def decides(self) -> bool:
         """True if enough seeds were run to detect a gain of `DETECTABLE_GAIN`."""
-        return 0 < self.needed <= len(self.setup.seeds)
+        return 0 < self.needed <= len(self.seeds)
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
     """Judge the records of a setup. All differences that the pages state form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
+    whole = (
+        stage for stage in reversed(setup.stages) if all({*map(str, stage)} <= r.seeds.keys() for r in done.values())
+    )
+    seeds = next(whole, setup.seeds)
+    later = {str(seed) for seed in setup.further if seed not in seeds}
+    cells = {m: replace(r, seeds={s: one for s, one in r.seeds.items() if s not in later}) for m, r in cells.items()}
+    done = {method: cells[method] for method in done}
     means = {method: last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = (
@@ -150,7 +158,9 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupV
     tested = [m for m, test in tests.items() if test.testable]
     prior = prior_of([_array([*members[m].values()]) for m in tested])
     needed = seeds_for(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0
-    return SetupVerdict(setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells)
+    return SetupVerdict(
+        setup, reference, math.sqrt(prior.variance) if prior else math.nan, needed, standings, cells, seeds
+    )
 
 
 def last(seeds: Mapping[str, Series]) -> Estimate:
@@ -209,7 +219,7 @@ class Overall(NamedTuple):
 
     Attributes:
         methods: methods in order of their mean ranks, the best first.
-        ranks: mean rank of each method over the setups, where 1 is the best.
+        ranks: each method's mean rank over the setups, where 1 is the best.
         setups: setups in which all of these methods have a result.
         p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
         groups: groups of methods that Nemenyi's test does not distinguish.
@@ -223,7 +233,7 @@ class Overall(NamedTuple):
 
 
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
-    """Apply Friedman's and Nemenyi's tests to the largest set of setups and methods without missing results.
+    """Apply Friedman's and Nemenyi's tests to the largest block of setups and methods without missing results.
 
     Return None if this set is too small.
 

@@ -1,6 +1,6 @@
 """Measurement of cells (each is a method in a setup): first the trials for tuning, then runs with new seeds.
 
-Only missing parts are run. The order does not matter, and the work stops when the time limit is reached.
+Only missing parts are run. Cells are processed in any order, and the work stops when the time limit is reached.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fedloom.processes import WorkerPool, check_alone, interruptible, useful
 from fedloom.rundir import WORK_FOLDER
 from fedloom.storage import Claims, lock
 from fedloom_studies.map.budget import GradientBudget
+from fedloom_studies.map.judge import judge
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
@@ -54,15 +55,17 @@ def due(
 ) -> list[Cell]:  # fmt: skip
     """Return the cells that need to be run, setup by setup, with the reference methods first.
 
+    Cells whose records lack seeds of the setup's plan are included, unless they are stale.
+
     Args:
         setups: setups to include.
         records: existing records.
-        methods: requested methods. Stale cells of these methods are also run again. All methods of the protocol are
-            included if no methods are named.
-        space: search space of the requested methods.
-        again: True to select recorded cells that have not been confirmed with other seeds, instead of missing cells.
+        methods: requested methods. Stale cells of these methods are also run again. If no methods are named, all
+            methods of the protocol are included.
+        space: space in which the requested methods' settings are searched.
+        again: True to select recorded cells that have not been confirmed with other seeds, rather than missing cells.
         old: True to include stale cells.
-        protocol: protocol of the cells and the records.
+        protocol: protocol of the cells and of their records.
     """
     cells_due = []
     for setup in setups:
@@ -74,9 +77,18 @@ def due(
                     record is not None and record.status == DONE_STATUS and not record.again and not stale(cell, record)
                 )
             else:
-                wants = record is None or ((old or name in methods) and bool(stale(cell, record)))
+                wants = (
+                    record is None
+                    or ((old or name in methods) and bool(stale(cell, record)))
+                    or bool(missing_seeds(cell, record) and not stale(cell, record))
+                )
             cells_due += [cell] if wants else []
     return cells_due
+
+
+def missing_seeds(cell: Cell, record: CellRecord) -> tuple[int, ...]:
+    """Return the planned seeds that the record of a cell lacks. A record without a result lacks none."""
+    return tuple(seed for seed in cell.seeds if str(seed) not in record.seeds) if record.status == DONE_STATUS else ()
 
 
 def measure_all(
@@ -87,9 +99,9 @@ def measure_all(
     """Measure cells and write their records. Return True if all cells have ended.
 
     Args:
-        todo: cells to run.
+        todo: cells that remain to be run.
         records: records that existed before the call, keyed by setup and method.
-        results: file in which the records are stored.
+        results: file in which records are stored.
         out: folder for the run directories. Each cell uses a separate folder inside this one.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         budget: time limit for all cells.
@@ -136,7 +148,7 @@ class _Measured(NamedTuple):
     def work_through(self, todo: Sequence[Cell], *, join: bool) -> bool:
         """Measure every cell that no other process is measuring. Return True if all cells have ended.
 
-        With ``join``, this is repeated until no cells are left.
+        With ``join``, the function starts again until no cells are left.
         """
         claims, missing, budgets = Claims(self.out / WORK_FOLDER), set[str](), dict[str, GradientBudget]()
         with interruptible() as interrupted:
@@ -224,12 +236,14 @@ class CellWork(NamedTuple):
         """
         if again and before:
             return self.look_again(before)
+        if before and (seeds := missing_seeds(self.cell, before)) and not stale(self.cell, before):
+            return self.add_seeds(before, seeds)
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
         """Return the record of a cell at equal gradients whose runs would be the same as at equal rounds.
 
-        Return None for all other cells.
+        Return None for cells of any other kind.
         """
         if self.gradients is None:
             return None
@@ -242,14 +256,14 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Run the missing parts of the cell. Return its record, or None if the work was interrupted."""
+        """Run the missing parts of the cell. Return the record, or None if the work was interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
             try:
                 finding = self._search(listeners) if cell.setup.trials > 1 else None
                 chosen = dict(finding.best.params) if finding and finding.best else {}
-                fields = self._run(cell.setup.seeds, chosen, listeners) if finding is None or finding.best else {}
+                fields = self._run(cell.seeds, chosen, listeners) if finding is None or finding.best else {}
             except ConfigError as refused:
                 return new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
             except RunStopped as stopped:
@@ -266,7 +280,7 @@ class CellWork(NamedTuple):
         )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """Return an outdated record as current if rerunning its first seed gives the same values, and None otherwise.
+        """Return an outdated record as current if rerunning its first seed gives the same values, otherwise None.
 
         The values must be exactly equal.
         """
@@ -300,6 +314,24 @@ class CellWork(NamedTuple):
             return None
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
 
+    def add_seeds(self, record: CellRecord, seeds: Sequence[int]) -> CellRecord | None:
+        """Return the record with runs of further seeds added, using the same settings.
+
+        Return None if the work was interrupted.
+        """
+        what = f"seeds from {seeds[0]}"
+        with summaries.count_spent_time(self.folder, what) as note:
+            fields = self._run(seeds, record.chosen, (self.budget, lambda _event: note()))
+        if fields is None:
+            return None
+        now = summaries.commit()
+        return replace(
+            record, seeds=record.seeds | fields["seeds"], reason=fields["reason"],
+            status=FAILED_STATUS if fields["reason"] else DONE_STATUS,
+            minutes=round(record.minutes + self._minutes(what), 3),
+            commit=record.commit if now in record.commit.split(", ") else f"{record.commit}, {now}",
+        )  # fmt: skip
+
     def run_fields(self, seeds: Sequence[int], chosen: Mapping[str, object]) -> dict[str, Any] | None:
         """Run the method with the given seeds and settings.
 
@@ -313,7 +345,7 @@ class CellWork(NamedTuple):
     def _run(
         self, seeds: Sequence[int], chosen: Mapping[str, object], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run the given seeds. Return the fields of a record, or None if the work was interrupted."""
+        """Run the cell with the given seeds. Return the fields of a record, or None if the work was interrupted."""
         if self.gradients is None:
             return self._play(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
@@ -328,7 +360,7 @@ class CellWork(NamedTuple):
     def _buy(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
-        """Run as many rounds as a budget of gradients allows.
+        """Run as many rounds as the budget of gradients allows.
 
         Return the fields of a record, or None if the work was interrupted.
 
@@ -376,15 +408,20 @@ def estimates(
     data_dir: Path | None,
     protocol: Protocol = "rounds",
 ) -> list[dict[str, Any]]:
-    """Return a row for each setup: recorded and missing cells, and the estimated core-minutes for the missing ones."""
+    """Return a row for each setup: recorded and missing cells, and the estimated core-minutes for the missing ones.
+
+    ``needed`` is the number of seeds that `SetupVerdict.needed` derives from the ``seeds`` that every method has run.
+    """
     rows = []
     for setup in setups:
         records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
         cells_of_setup = [cell for cell in todo if cell.setup is setup]
         spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
         runs, share = searched * len(setup.tuning) + len(setup.seeds), setup.decide_share(protocol)
+        j = judge(setup, records_by_cell)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
-               "trials": setup.trials, "minutes so far": round(spent, 1), "share": share}  # fmt: skip
+               "trials": setup.trials, "seeds": len(j.seeds), "needed": j.needed or "-",
+               "minutes so far": round(spent, 1), "share": share}  # fmt: skip
         rows.append(row)
         try:
             plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
@@ -396,7 +433,9 @@ def estimates(
         guessed = sum(_minutes(Cell(setup, r.method, r.space, protocol), fed) for r in done) * runs
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
         each = factor * sum(_minutes(cell, fed) for cell in cells_of_setup)
-        row["estimate"] = round(each * runs, 1)
+        lacking = {r.method: len(missing_seeds(Cell(setup, r.method, r.space, protocol), r)) for r in done}
+        counted = sum(_minutes(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
+        row["estimate"] = round(factor * counted, 1)
         fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
         if fit < setup.trials:
             row["note"] = f"beyond its share; {max(0, fit)} trials would fit"

@@ -1,4 +1,4 @@
-"""Pages of the map, and a table of all results. The pages are generated from the records alone."""
+"""Pages of the map, and a table of all results. The pages are generated only from the records."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PERCENT_COLUMNS = {
     "mean": "mean", "worst10": "worst 10 % of clients", "gain_local": "over local", "gain_fedavg": "over FedAvg",
     "mean_at_fedavg_work": "mean at FedAvg's gradients",
 }  # fmt: skip
-"""Titles of the columns of a setup's page that are shown as percentages, keyed by value."""
+"""Titles of the columns shown as percentages on a setup's page, keyed by value."""
 MAP_TEXT = """# Benchmark map
 
 Which method suits which clients? This page compares every fedloom method in {count} federations ({cells}). A
@@ -81,10 +81,10 @@ inconclusive. The other signs are {signs}.
 ## How it is measured
 
 - **Equal search.** Every method gets {trials} trials in its [search space](tuning.md). Each trial trains for all
-  rounds, with separate seeds, and is scored on validation data. The best settings are then run with {seeds} new seeds.
-  The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
+  rounds, with separate seeds, and is scored on validation data. The best settings are then run with {seeds} new
+  seeds. The budget for all federations together is {hours} core-hours. In a federation that is expensive to run, every
   method gets a smaller number of trials. With only one trial, every method runs with its defaults, and the federation
-  is excluded from the mean ranks.
+  is excluded from the mean ranks. Some federations have further seeds, which are outside this budget.
 
 - **Equal rounds.** All methods train for the same number of rounds. The page for each federation also shows the
   result of each method after it has computed as many gradients as FedAvg.
@@ -105,6 +105,12 @@ inconclusive. The other signs are {signs}.
   deviation determines how many seeds are needed to detect a gain of {wanted} points with a probability of
   {power}, at the first step of Holm's correction. The computation does not use the observed gains. If fewer seeds
   were run, the page does not recommend the baseline.
+
+- **Further seeds.** If {seeds} seeds are too few, the needed number of seeds, at most {ceiling}, is fixed before any
+  further seed is run. Every method then runs all further seeds. A single test of all seeds together replaces the
+  earlier test, even if the earlier verdict was significant. This test has the usual level and needs no correction for a
+  second look, because only the standard deviation decides whether seeds are added, and how many. If the standard
+  deviation of all seeds together is larger, a new number is fixed in the same way.
 
 - **Confirmation.** Some methods were run again with different seeds. A verdict is *seen twice* if the runs with new
   seeds have the same verdict, and *not confirmed* if they do not.
@@ -135,7 +141,7 @@ def pages(
 ) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of all files of the map.
 
-    The map's page has the name "". All other files are written to `MAP_FOLDER`.
+    The name of the map's page is "". All other files are written to `MAP_FOLDER`.
 
     Args:
         setups: setups, keyed by name.
@@ -192,7 +198,8 @@ def _overview(
     wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
     head = MAP_TEXT.format(
         count=len(verdicts), cells=share_of_cells(sum(len(j.records) for j in verdicts), wanted), trials=setup.trials,
-        seeds=len(setup.seeds), enough=MIN_SEEDS, wanted=WANTED_POINTS, power=percent(DETECTION_PROBABILITY),
+        seeds=len(setup.seeds), ceiling=len((*setup.seeds, *setup.further)),
+        enough=MIN_SEEDS, wanted=WANTED_POINTS, power=percent(DETECTION_PROBABILITY),
             folder=MAP_FOLDER,
         finding=finding(verdicts), attacked=advise_rule(ruled),
         advice="\n".join(advice(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
@@ -237,7 +244,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
         )
         yield (
             f"The means and gains show {j.standings[0].record.metric} in percent at equal rounds, with the plain 95 % "
-            f"interval over the seeds {join_with_commas(setup.seeds)}. A full circle in the picture marks a method "
+            f"interval over the seeds {join_with_commas(j.seeds)}. A full circle in the picture marks a method "
             "that is better than the baseline (the better of local training and FedAvg). Training on the pooled data "
             "(centralized) is shown for reference. The column *clients that gain* shows the percentage of clients with "
             "a better result than with local training, followed by the percentage with a better result than with "
@@ -274,7 +281,7 @@ def _setup(j: SetupVerdict, references: References) -> Iterator[str]:
         named = join_with_commas(missing) if j.records else "every method"
         yield f"- Not run: {named}. Command: `fedloom map --setup {setup.name}`"
     spent = sum(record.minutes for record in j.records.values())
-    commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
+    commits = sorted({name[:12] or "unknown" for record in j.records.values() for name in record.commit.split(", ")})
     tried = f"{setup.trials} trials per method" if setup.trials > 1 else "default settings"
     if j.records:
         yield (

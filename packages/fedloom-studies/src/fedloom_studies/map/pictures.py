@@ -13,13 +13,13 @@ from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICAB
 ROW_PIXELS, BAR_PIXELS = 16, 8
 """Height of a row, and width of a bar beside the rows, in pixels."""
 MAX_COLORED_GAIN = 0.1
-"""Gain at which a cell of the picture has its strongest color."""
+"""Gain at which a cell of the picture has the strongest color."""
 STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
-"""Symbols that are shown in cells without a gain, keyed by status."""
+"""Symbols shown in cells that have no gain, keyed by status."""
 
 
 def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
-    """Draw the gain of each method over the baseline in each setup as a color, which is pale if it is inconclusive.
+    """Draw each method's gain over the baseline in each setup as a color, which is pale if the gain is inconclusive.
 
     A triangle that points up or down also marks verdicts of better or worse.
     """
@@ -85,13 +85,13 @@ def ladder(
     """Draw one row for each method, with its value and interval.
 
     Args:
-        names: names of the methods, with the best first.
+        names: names of the methods, best first.
         values: value of each method.
         halves: half-width of each value's interval. NaN if there is no interval.
         title: title of the values.
-        groups: groups of methods that a test does not distinguish. Each group is drawn as a bar beside its rows.
-        full: methods that are drawn as filled circles. All other methods are drawn as empty circles. None: all methods
-            are drawn as filled circles.
+        groups: groups of methods that a test does not distinguish. Each group is drawn as a bar next to its rows.
+        full: methods that are drawn as filled circles. All other methods are drawn as empty circles. If None, all
+            methods are drawn as filled circles.
     """
     rows = [
         {

@@ -21,10 +21,10 @@ from fedloom_studies.store import not_a_record, put, records
 
 DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
-"""Status of a cell at equal gradients whose method already takes as many gradients as FedAvg at equal rounds. The runs
-would be the same under both protocols, so those at equal rounds are reused."""
+"""Status of a cell at equal gradients whose method already computes as many gradients as FedAvg at equal rounds. The
+runs would be the same under both protocols, so the runs at equal rounds are reused."""
 SIGNIFICANT_DIGITS = 6
-"""Number of significant digits that records keep."""
+"""Number of significant digits kept in records."""
 Values = list[float | None]
 
 
@@ -53,21 +53,21 @@ class CellRecord:
 
     Attributes:
         protocol: what the runs have in common with FedAvg's runs: the number of rounds or of gradients.
-        digest: digest of the inputs, `Cell.digest`.
-        source: digest of the code that was run, `Cell.source`.
+        digest: digest of the inputs (see `Cell.digest`).
+        source: digest of the code that was run (see `Cell.source`).
         space: search space that was given for the method's settings.
-        status: done, failed (a run diverged), not applicable, or reused.
+        status: "done", "failed" (a run diverged), "not applicable" or "reused".
         reason: reason why the cell has no result, or why it is reused.
-        metric: metric that the values belong to. Higher values are better.
+        metric: metric to which the values belong. Higher values are better.
         model: kind of model that a client would use: hybrid if the method has both a global and a personal model, or
             else its only model.
         chosen: settings of the best trial, keyed by name.
         trials: settings and validation metric of every trial. The metric is None if the trial was not completed.
         seeds: results of the runs, keyed by seed.
-        again: results of a second run with other seeds, keyed by seed.
+        again: results of a second run with different seeds, keyed by seed.
         minutes: processor time of trials, runs and evaluation, in core-minutes.
         commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
-            is unknown.
+            is unknown. Further seeds that were run with another commit add its name after a comma.
     """
 
     setup: str
@@ -131,7 +131,7 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
 def fill_reused(
     records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
 ) -> dict[tuple[str, str], CellRecord]:
-    """Return the records with reused cells filled in from the runs at equal rounds.
+    """Return the records after filling reused cells from the runs at equal rounds.
 
     Args:
         records: records at equal gradients.
@@ -150,7 +150,7 @@ def fill_reused(
 def stale(cell: Cell, record: CellRecord) -> str:
     """Return the reason why a record is outdated, or "" if it is up to date.
 
-    A record is outdated if the protocol or the code of the method has changed since.
+    A record is outdated if the protocol or the code of the method has changed since it was made.
     """
     try:
         if record.digest != cell.digest:

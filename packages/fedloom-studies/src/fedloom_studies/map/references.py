@@ -28,7 +28,7 @@ References = Mapping[tuple[str, str], CellRecord]
 
 
 def reference_names() -> Iterator[tuple[str, str, str]]:
-    """Yield the name of every reference, its kind of model, and whether it is trained per client or on pooled data."""
+    """Yield every reference's name and kind of model, and whether it is trained per client or on pooled data."""
     for kind, words in REFERENCE_MODELS.items():
         for protocol in (PER_CLIENT, POOLED_SCOPE):
             yield f"{words}, {protocol}", kind, protocol
@@ -86,7 +86,7 @@ def _fit(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
 
 
 def _logits(fed: Federation, fitted: Any, index: Tensor) -> Tensor:
-    """Return the log probabilities of all classes or, for two classes, the log odds of the second class."""
+    """Return the log probabilities of all classes or, if there are two classes, the log odds of the second."""
     probabilities = fitted.predict_proba(fed.fetch(index).flatten(1).numpy())
     shares = np.full((len(probabilities), max(2, len(fed.data.classes))), 1e-9)
     shares[:, fitted.classes_] = probabilities.clip(1e-9)

@@ -1,4 +1,4 @@
-"""Aggregation rules under attack: which combinations of a method and a rule are better than the baseline."""
+"""Aggregation rules under attack: which combinations of a method with a rule are better than the baseline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def measure(
         out: folder of the run directories.
         data_dir: folder of data sets.
         budget: time limit of the runs.
-        say: function that is called with a sentence about every combination.
+        say: function that is called with a sentence about each combination.
     """
     recorded = read_records(file)
     for name, cell in rule_cells():

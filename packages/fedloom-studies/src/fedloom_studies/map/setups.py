@@ -1,8 +1,8 @@
 """Setups and cells: what the map measures, as declared in ``setups.toml``.
 
-A cell is a method in a setup. Settings of the method are chosen by `fedloom.lab.tune` on validation data. Every method
-has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then run
-with new seeds.
+A cell is a method in a setup. Settings of the method are searched by `fedloom.lab.tune` on validation data. Every
+method has the same number of full-length trials, one search space, and separate seeds for the trials. The cell is then
+run with new seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
 Protocol = Literal["rounds", "gradients"]
-"""Basis on which runs are compared: equal rounds, or equal numbers of gradients (those of FedAvg in these rounds)."""
+"""Basis on which runs are compared: equal numbers of rounds, or equal numbers of gradients (those of FedAvg)."""
+SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
+"""Entries of a setup that contain seeds, or numbers of seeds."""
 POOLED_METHOD = "centralized"
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 """Reference methods for all others: no collaboration, one model for all clients, and all data in one place."""
@@ -37,19 +39,19 @@ REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 
 @dataclass(frozen=True)
 class Setup:
-    """A federation, and how its clients are trained.
+    """A federation, and the way in which its clients are trained.
 
     Attributes:
         title: title for readers, which names what is special about the clients.
         says: sentence that describes how the federation was made.
         share: core-minutes that all cells of the setup at equal rounds may take together.
-        trials: number of trials per method. If there is only one trial, every method runs with its default settings.
+        trials: number of trials per method. If there is only one trial, all methods run with their default settings.
         tuning: seeds for the trials.
-        seeds: seeds for the results.
-        again: seeds for a second run that confirms verdicts.
+        seeds: seeds with which results are computed.
+        again: seeds for a second run, which confirms verdicts.
         space: search space for every method, added to the default spaces.
         document: content of an experiment file, without methods.
-        references: True if scikit-learn models are also fitted (`fedloom_studies.map.references`).
+        references: True if scikit-learn models are also fitted (see `fedloom_studies.map.references`).
     """
 
     name: str
@@ -63,14 +65,21 @@ class Setup:
     space: dict[str, Any]
     document: dict[str, Any]
     references: bool = False
+    further: tuple[int, ...] = ()
+    plan: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Seeds for the results at equal rounds: first those of every setup, then those of each stage of the plan."""
+        return tuple((*self.seeds, *self.further)[:count] for count in (len(self.seeds), *self.plan))
 
     @property
     def ranks(self) -> bool:
-        """True if the setup is included in ranks over setups, because its methods run with tuned settings."""
+        """True if the setup is included in ranks over setups, because its methods are run with tuned settings."""
         return self.trials > 1
 
     def decide_share(self, protocol: Protocol) -> float:
-        """Return the core-minutes that all cells of a protocol may take, in proportion to the number of methods."""
+        """Return the maximum core-minutes for all cells of a protocol, in proportion to the number of methods."""
         return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
 
     @property
@@ -83,7 +92,7 @@ class Setup:
 
 
 def setups(scale: Scale) -> dict[str, Setup]:
-    """Return all setups of a scale, keyed by name and in the order of the file."""
+    """Return all setups of a scale, keyed by name, in the order of the file."""
     declared = _declared()
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
@@ -93,7 +102,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
             {**declared["base"], **declared["protocol"]}, merge_tables(declared["setup"][name], change)
         )
         plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
-        seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
+        seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in SEED_KEYS}
         by_name[name] = Setup(
             name, **plain, **seeds, space=declared["space"], references=declared_setup.pop("references", False),
             document=declared_setup,
@@ -104,14 +113,14 @@ def setups(scale: Scale) -> dict[str, Setup]:
 def rule_cells() -> Iterator[tuple[str, Cell]]:
     """Yield the name and the cell of each method with each aggregation rule under each attack.
 
-    The setup of a cell is named after the attack. A method with the plain mean keeps its own name.
+    The setup of an attacked cell is named after the attack. A method with the plain mean keeps its own name.
     """
     declared = _declared()["rules"]
     base = setups("full")[declared["setup"]]
     for attack, forged in declared["attacks"].items():
         for rule, aggregator in declared["aggregators"].items():
             document = {**base.document, "attack": forged} | ({"aggregator": aggregator} if rule != "mean" else {})
-            setup = replace(base, name=attack, title=attack, trials=1, document=document)
+            setup = replace(base, name=attack, title=attack, trials=1, plan=(), document=document)
             for method in declared["methods"]:
                 if rule == "mean":
                     yield method, Cell(setup, method)
@@ -129,13 +138,13 @@ def _declared() -> dict[str, Any]:
 
 
 def parts_of_networks() -> dict[str, dict[str, Any]]:
-    """Return the extra parts that methods need in the network of every setup, keyed by method."""
+    """Return the extra parts of the network that methods need in every setup, keyed by method."""
     parts: dict[str, dict[str, Any]] = _declared()["models"]
     return parts
 
 
 def methods_of(protocol: Protocol) -> tuple[str, ...]:
-    """Return the methods that a protocol runs in every setup, with the reference methods first."""
+    """Return the methods that a protocol runs in every setup, starting with the reference methods."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
     return (*REFERENCE_METHODS[:2], "fedavg-ft", *_declared()["gradients"]["methods"])
@@ -143,7 +152,7 @@ def methods_of(protocol: Protocol) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cell:
-    """A method in a setup, under one protocol.
+    """A method in a setup, under one of the two protocols.
 
     Attributes:
         method: name of a registered method, or import path.
@@ -155,6 +164,11 @@ class Cell:
     method: str
     space: dict[str, Any] = field(default_factory=dict)
     protocol: Protocol = "rounds"
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds that the cell runs for its results. Plans apply to equal rounds only."""
+        return self.setup.stages[-1] if self.protocol == "rounds" else self.setup.seeds
 
     @property
     def where(self) -> str:
@@ -185,7 +199,7 @@ class Cell:
 
     @cached_property
     def plan(self) -> Experiment:
-        """Experiment that searches for the method's settings.
+        """Experiment in which the method's settings are searched.
 
         Raises:
             ConfigError: the method does not exist, or does not have one of these settings.
@@ -207,7 +221,7 @@ class Cell:
     def source(self) -> str:
         """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
-        Docstrings, descriptions of options and error messages are left out, because they do not affect results.
+        Docstrings, descriptions of options and error messages are omitted, because they do not affect results.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]

@@ -13,20 +13,20 @@ from fedloom_studies.map.references import References, models_alone
 from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
 MAP_FOLDER = "map"
-"""Folder for the page and the pictures of each setup, and for the table of all runs."""
+"""Folder for each setup's page and pictures, and for the table of all runs."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """Comparison that stands for a method without a result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
-    """Yield the lines of the first table, which gives the advice for each setup with its gain and cost.
+    """Yield the lines of the first table, which contains the recommendation for each setup, with its gain and cost.
 
-    The advised method is the best of those that are better than the baseline (the better of local training and FedAvg).
-    If no method is better than the baseline, the baseline is advised, provided that it is better than the other of the
-    two and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method is advised.
-    For tables, training alone stands for the best model that a single client can train, including scikit-learn models.
-    The largest gains come first.
+    The recommended method is the best of those that are better than the baseline (the better of local training and
+    FedAvg). If no method is better than the baseline, the baseline is advised, provided that it is better than the
+    other of the two and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method
+    is advised. For tables, training alone is represented by the best model that a single client can train, including
+    scikit-learn models. The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:
@@ -82,7 +82,7 @@ def planned(j: SetupVerdict) -> str:
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
-    """Return a sentence that states which of local training and FedAvg is better, or "" if this is undecided."""
+    """Return a sentence that states whether local training or FedAvg is better, or "" if this is undecided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
         f". {j.reference} is better than {worse[0].method}, {signed(-(worse[0].gain or NO_DIFFERENCE))}"
@@ -163,14 +163,16 @@ def _name_metric(standing: Standing) -> str:
 def _power(j: SetupVerdict) -> Iterator[str]:
     """Yield a sentence that states how many seeds are needed to detect a relevant gain.
 
-    Nothing is yielded if no gain was tested.
+    If no gain was tested, nothing is yielded.
     """
     if j.needed:
-        seeds, spread = len(j.setup.seeds), fixed(100 * j.spread, 1)
+        seeds, spread = len(j.seeds), fixed(100 * j.spread, 1)
         enough = planned(j) if j.decides else f"*{planned(j)}*"
+        last = j.setup.stages[-1]
+        more = f" {len(last)} seeds are planned, but not yet run by every method." if seeds < len(last) else ""
         yield (
             f"The standard deviation of the gains over seeds is {spread} points. With this spread, {enough}, "
-            f"{'and' if j.decides else 'but only'} {seeds} were run."
+            f"{'and' if j.decides else 'but only'} {seeds} were run.{more}"
         )
 
 
@@ -192,7 +194,7 @@ def join_with_commas(values: Iterable[object]) -> str:
 
 
 def enumerated(items: Sequence[str]) -> str:
-    """Join items with commas, and the last two with "and"."""
+    """Join items with commas, but the last two with "and"."""
     *first, last = items
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -203,7 +205,7 @@ def _gain(s: Standing) -> str:
 
 
 def list_names(names: Iterable[str], most: int = 5) -> str:
-    """Join the first few names with commas, and state how many others there are."""
+    """Join the first few names with commas, and state how many more there are."""
     items = list(names)
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
@@ -214,12 +216,12 @@ def share_of_cells(run: int, cells: int) -> str:
 
 
 def signed(difference: Estimate | TestedDifference) -> str:
-    """Return a mean with its sign and the half-width of its interval, in points."""
+    """Return a signed mean with the half-width of its confidence interval, in points."""
     return ("+" if difference.mean > 0 else "") + write_percent(difference)
 
 
 def write_percent(estimate: Estimate | TestedDifference | None) -> str:
-    """Return a mean with the half-width of its interval, in points. Return "-" if there is no mean."""
+    """Return a mean with the half-width of its confidence interval, in points. Return "-" if there is no mean."""
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")

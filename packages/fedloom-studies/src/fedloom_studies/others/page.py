@@ -1,4 +1,4 @@
-"""Page about tables of other programs: every printed value beside fedloom's value, and verdicts of fair tests.
+"""Page about tables of other programs: every printed value next to fedloom's value, and verdicts of fair tests.
 
 A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
 table. A value beyond this limit is explained by the spread over seeds if it lies within two standard errors, or else by
@@ -18,7 +18,7 @@ from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import TableCell, cells
 from fedloom_studies.reproduce.figures import unit
 from fedloom_studies.reproduce.marks import count_claims, join_counts
-from fedloom_studies.reproduce.page import earlier, interval, last, plot, recipe_page, state
+from fedloom_studies.reproduce.page import earlier, interval, last, not_run, plot, recipe_page, state
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
@@ -28,7 +28,7 @@ EXACT_COX_FILE = "brca-cox.json"
 """File in the folder of the summaries that contains concordances of the exact Cox regression. The script
 `studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
-"""File in the folder of the summaries with results of the loops of the public code on adult.
+"""File, in the folder of the summaries, with the results of the public code's loops on adult.
 `studies/scripts/afl_adult` repeats these loops in numpy."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
@@ -61,9 +61,9 @@ the same as for paper reproductions. """
 
 
 class CellWord(StrEnum):
-    """Words that describe how a value compares with the printed value.
+    """Words that describe how a value compares with the value printed in a paper.
 
-    OPEN: the reason for the difference is not known.
+    OPEN: the reason for the difference is unknown.
     """
 
     EXACT = "exact"
@@ -101,7 +101,7 @@ def render_pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple
     """Yield the names and texts of all files: the page about all tables (named ""), and each recipe's page and figure.
 
     Raises:
-        RunDirError: a file in ``results`` is not a summary of a recipe.
+        RunDirError: a file in ``results`` is not a recipe's summary.
     """
     groups = tables(recipes)
     summaries = {one.name: last(one, results) for group in groups.values() for one in group}
@@ -154,9 +154,14 @@ def words_of(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWor
 def _count(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = list(words_of(recipe, summary).values())
     if not words:
-        return state(recipe, _current(recipe, summary))
+        return _say_state(recipe, summary)
     counts = ", ".join(f"{words.count(word)} {word}" for word in CellWord if word in words)
     return f"{counts}, of {len(words)} cells (limit {_limit(recipe)})"
+
+
+def _say_state(recipe: Recipe, summary: RecipeSummary | None) -> str:
+    """Return the reason why a recipe has no current values."""
+    return not_run(recipe, None) if summary is None else state(recipe, summary)
 
 
 def _limit(recipe: Recipe) -> str:
@@ -167,7 +172,7 @@ def _limit(recipe: Recipe) -> str:
 def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     done = _current(recipe, summary)
     if done is None:
-        return state(recipe, done)
+        return _say_state(recipe, summary)
     words = [one.words for one in judge.claims(recipe, done.numbers)]
     counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
     best = max(_means(recipe, done).items(), key=lambda item: item[1])
@@ -197,7 +202,7 @@ def _section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     else:
         yield from (f"**As published** ({link}): {paper.protocol}", "")
     if done is None:
-        yield from (f"This recipe is {state(recipe, done)}.", "")
+        yield from (f"This recipe is {_say_state(recipe, summary)}. Command: `fedloom reproduce {recipe.name}`", "")
         return
     shown = cells(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}
@@ -243,7 +248,7 @@ def _loops(loops: Figures) -> Iterator[str]:
 
 
 def _exact_cox(cox: Figures) -> Iterator[str]:
-    """Yield the lines about the exact Cox regression, which follow the table."""
+    """Yield the lines about the exact Cox regression, which are printed below the table."""
     regions = [key for key in next(iter(cox.values())) if key.startswith("region")]
     yield from ("**Exact Cox regression.** `fedloom cox` fits a model to the data of all patients in a few rounds. It "
                 "uses only sums and needs no learning rate. Seven pairs of the 39 columns are linearly dependent, so "

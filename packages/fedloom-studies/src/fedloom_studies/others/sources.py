@@ -1,4 +1,4 @@
-"""Data of tables by other programs, prepared and split as in those programs, and their initial model.
+"""Data of tables from other programs, prepared and split as in those programs, and their initial model.
 
 Experiment files refer to these classes by import path. Each client's test part is the one in the table, so the
 partition is ``writers`` with ``test_from = "users"``.
@@ -33,7 +33,7 @@ HEART_SEED, HEART_TRAINING_SHARE = 43, 0.66
 BRCA_FEATURES = 39
 AFL_CLASSES = (("T-shirt/top", 0), ("Pullover", 2), ("Shirt", 6))
 AFL_SCALE_FLOOR = 0.001
-"""Number that is added to the standard deviation of each pixel."""
+"""Number added to the standard deviation of each pixel."""
 PHD_LEVEL = "Doctorate"
 
 
@@ -45,7 +45,7 @@ class SeededLinear(ModelSpec):
     def build(
         self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
     ) -> nn.Module:
-        """Return the layer for input vectors ``[b, k]``."""
+        """Return the layer that accepts input vectors ``[b, k]``."""
         with forked(torch.device("cpu")):
             torch.manual_seed(seed)  # noqa: TID251 (as the other program)
             return self.module(shape, outputs)
@@ -60,7 +60,7 @@ class FlambyHeart(Source):
 
     Columns 10 to 12 are left out first, and then all patients with a missing value. Two thirds of the patients of each
     hospital are used for training. The training patients are drawn by scikit-learn with seed 43. The features are
-    scaled by the training part of each hospital.
+    scaled using each hospital's training part.
     """
 
     path: str | None = Field(None, description="folder with the four UCI files (None: search the data folder)")
@@ -101,7 +101,7 @@ def _heart_rows(file: Path) -> Floats:
 
 
 def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return a mask ``[N]`` of the patients of a hospital that FLamby uses for testing."""
+    """Return a mask ``[N]`` of the hospital's patients whom FLamby uses for testing."""
     counts = np.bincount(sick, minlength=2)
     _, test = train_test_split(
         np.arange(len(sick)), test_size=1 - HEART_TRAINING_SHARE, train_size=HEART_TRAINING_SHARE,
@@ -113,7 +113,7 @@ def _heart_test(sick: NDArray[np.int64]) -> NDArray[np.bool_]:
 class FlambyBrca(Source):
     """Fed-TCGA-BRCA from FLamby (owkin/FLamby at edacf54): survival of 1,088 patients in six regions, with 39 columns.
 
-    The split is FLamby's own, and the columns are used unchanged.
+    The split is FLamby's own, and the columns are unchanged.
     """
 
     path: str | None = Field(None, description="folder with both files (None: search the data folder)")
@@ -151,7 +151,7 @@ class FlambyBrca(Source):
 class AflAdult(Source):
     """UCI adult as split by q-FFL's code for agnostic federated learning (litian96/fair_flearn): doctorates and others.
 
-    The features are indicators for each level of the eight categorical columns, 99 in total. A missing level has no
+    The features are indicators of all levels of the eight categorical columns, 99 in total. A missing level has no
     indicator.
     """
 
@@ -188,7 +188,7 @@ class AflFashion(Source):
         """Read the four files and return the data set.
 
         Raises:
-            DataError: raised as in the source ``fashion-mnist``.
+            DataError: raised in the same cases as for the source ``fashion-mnist``.
         """
         images = load("fashion-mnist", data_dir, **({} if self.path is None else {"path": self.path}))
         if images.test is None:

@@ -15,4 +15,4 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary as RecipeSummary
 
 __getattr__ = getter(__name__)
-"""Only running a recipe imports torch. Listing names and titles does not import it."""
+"""Only running a recipe imports torch. The package is not imported to list names and titles."""

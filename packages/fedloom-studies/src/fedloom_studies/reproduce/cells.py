@@ -1,7 +1,7 @@
-"""Cells of a table, with our value beside that of the paper.
+"""Cells of a table, with our value next to the paper's.
 
-Our value is within the range of the paper's if |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2), where s1 and s2 are the
-standard deviations over n1 and n2 seeds.
+Our value is within the range of the paper's value if |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2), where s1 and s2 are
+the standard deviations over n1 and n2 seeds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 
 @dataclass(frozen=True)
 class TableCell:
-    """Value in a table: our value at the chosen round, and the paper's value.
+    """Value in a table: our value at the chosen round, and the value printed in the paper.
 
-    Our value is a mean with the half-width of its 95 % interval, and the number of seeds.
+    Our value is a mean with the half-width of its 95 % interval and the number of seeds.
     """
 
     variant: str
@@ -89,7 +89,7 @@ def within(
 
 
 def finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are finite, keyed by seed."""
+    """Return the finite values, keyed by seed."""
     return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
 
 

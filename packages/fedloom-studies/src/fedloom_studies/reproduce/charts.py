@@ -1,6 +1,6 @@
 """Picture of a paper's table, for light and dark backgrounds.
 
-Our values are drawn with confidence intervals, and the paper's values are drawn as markers.
+Our values are drawn with confidence intervals, and the paper's values as markers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def alt(title: str, cells: Sequence[TableCell]) -> str:
 def draw_table(cells: Sequence[TableCell]) -> str:
     """Draw a table as SVG, with one panel for each variant and one row for each column.
 
-    Return "" if no cell was run.
+    Return "" if none of the cells was run.
     """
     drawn = charted(cells)
     if not drawn:

@@ -1,18 +1,18 @@
 """Choice of settings that a recipe leaves open, made by `fedloom.lab.tune`.
 
-Every candidate is tried with one seed or several.
+Every candidate is tried with one or several seeds.
 
 ``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` lists the candidates. A key of ``local`` is written as
-``"local.lr"``. Several keys form a grid, which is the whole search space of the method. The score is the validation
-accuracy in the last round, averaged over the models of the method. If there is no accuracy, the score is the first
-metric that `fedloom.lab.tune` uses. With ``model = "auto"``, only the personal model is scored if there is one. A table
-``[choose]`` may reduce the ``rounds`` of these trials, and average the score over the first ``seeds``. With ``once =
-true``, the choice for the first variant applies to all variants. With ``metric = "accuracy/weighted"``, the score is
-the value by which the claims of the recipe are judged. Test data are never used. With ``extend = K``, a grid is
-extended up to K times if its best value lies at an edge, in the same way for all methods. The next value is the edge
-value times the ratio between it and its neighbor. With ``edges = "every"``, the grid is extended in every key whose
-best value lies at its edge, and combinations of the best and the next values are tried. Otherwise, the grid is extended
-only in the first such key, with all values of the other keys.
+``"local.lr"``. Several keys form a grid, which is the method's entire search space. The score is the validation
+accuracy in the last round, averaged over the method's models. If there is no accuracy, the score is the first metric
+that `fedloom.lab.tune` uses. With ``model = "auto"``, only the personal model is scored if there is one. A ``[choose]``
+table may reduce the ``rounds`` of these trials, and average the score over the first ``seeds``. With ``once = true``,
+the choice for the first variant applies to all variants. With ``metric = "accuracy/weighted"``, the score is the value
+on which the recipe's claims are judged. Test data are never used. With ``extend = K``, a grid is extended up to K times
+if its best value lies at an edge; the rule is the same for all methods. The next value is the edge value times its
+ratio to its neighbor. With ``edges = "every"``, the grid is extended in every key whose best value lies at its edge,
+and combinations of the best and the next values are tried. Otherwise, the grid is extended only in the first such key,
+with all values of the other keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 TRIALS_FOLDER = "choose"
-"""Folder next to the run directories of the variants, with one directory for each variant's search for settings."""
+"""Folder, next to the variants' run directories, with one directory for each variant's search for settings."""
 CHOICE_FILE = "chosen.json"
 """File in the directory of a search, with the choices and the score of every candidate."""
 
@@ -44,7 +44,7 @@ CHOICE_FILE = "chosen.json"
 def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return every candidate as its text and the resulting method table.
 
-    If the recipe leaves nothing open, a single candidate with an empty text is returned.
+    If the recipe leaves no setting open, a single candidate with an empty text is returned.
     """
     grid = method.get("choose", {})
     every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
@@ -64,7 +64,7 @@ def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) 
 
 
 def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the folder and the document of the search for settings, and then those of each extension, on demand."""
+    """Yield, on demand, the folder and the document of the search for settings, and then those of each extension."""
     yield folder, dict(document)
     choices = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
@@ -80,8 +80,8 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
 def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return documents that extend the grids of methods whose best value lies at an edge.
 
-    There is a single document, or one for each key that can be extended. The grids of different documents do not
-    overlap.
+    There is either a single document, or one for each key whose grid can be extended. The grids of different documents
+    do not overlap.
     """
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
@@ -106,7 +106,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
 def _next_edge_values(
     document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the next value of each key whose best value lies at an edge of the grid, if the method accepts it."""
+    """Return the next value of each key whose best value lies at an edge of its grid, if the method accepts it."""
     extended = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
@@ -122,7 +122,7 @@ def _next_edge_values(
 def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chosen values, in the order of the method's grid.
 
-    If no trial was completed, these are the values of the first candidate.
+    If no trial was completed, the values are those of the first candidate.
     """
     by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
     return {key: by_key[key] for key in method["choose"]}
@@ -161,7 +161,7 @@ def count_beyond_edges(choice: Mapping[str, object]) -> int:
 
 
 def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Parse the texts of candidates and return their values."""
+    """Parse candidates from text and return their values."""
 
     def read(text: str) -> dict[str, Any]:
         pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
@@ -178,7 +178,7 @@ def _value(text: str) -> Any:
 
 
 def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the better of two choices for every method (the earlier one in case of a tie), with the scores of both."""
+    """Return the better of two choices for every method (the earlier one if they are tied), with the scores of both."""
     joined = dict(choices)
     for label, new in more.items():
         old = choices[label]
@@ -191,7 +191,7 @@ def _better_choices(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict
 
 
 def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many candidates were tried on the original grid, and how many beyond its edges."""
+    """Return the numbers of candidates that were tried on the original grid and beyond its edges."""
     counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
     return counts
 
@@ -256,7 +256,7 @@ def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]
 
 
 def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the choices that a search stored in a folder: the winner of each method, and the scores of all candidates.
+    """Return the choices that a search has stored in a folder: each method's winner, and the scores of all candidates.
 
     Methods whose candidates have changed since then are left out.
     """

@@ -1,6 +1,6 @@
 """Estimate of a recipe's time on this machine: the number of sample gradients times the measured seconds per gradient.
 
-For the number of gradients, the first round of each method is run on a tiny federation. This round gives the number of
+For the number of gradients, the first round of each method is run on a tiny federation. The round yields the number of
 gradients per training sample and round. The number of gradients is multiplied by the numbers of rounds, seeds,
 participating clients and samples. For the seconds per gradient, FedAvg takes two steps on random data of the same
 shape, with the same model, batch size and engine.
@@ -65,14 +65,14 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 
 
 def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    """Estimate the processor time of a round in seconds. Evaluation is not included in the estimate.
+    """Estimate the processor time of one round, in seconds. Evaluation is not included in the estimate.
 
     Args:
         plan: experiment that compares the method.
         method: method whose round is estimated.
         data: shape and classes of the samples.
         clients: number of clients in the federation.
-        samples: number of training samples of a client.
+        samples: number of a client's training samples.
     """
     gradients = _gradients(method, samples) * _cohort(method, clients)
     return gradients * _speed(plan, method, data, min(clients, 10), samples)
@@ -133,7 +133,7 @@ def _tried(algorithm: object, local: LocalSGD, samples: int) -> float:
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
     """Return the processor time in seconds per sample gradient.
 
-    The time is measured in the second of two rounds with two steps each.
+    The measured time is that of the second of two rounds with two steps each.
     """
     data = _random(shape, classes, clients * 2 * batch)
     fed = fl.partitions.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
@@ -164,7 +164,7 @@ def listing(
     """Yield a row for each recipe: its name, title, data, state, stated time budget, and measured time.
 
     For a recipe that has not been run, the time is an estimate for this machine if ``estimated`` is true. To make
-    estimates, each kind of model is timed once.
+    estimates, one model of each kind is timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
@@ -182,7 +182,7 @@ def listing(
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
-    """Estimate what recipes that have not been run need, and write it to a file. The result is the path of this file.
+    """Estimate what recipes that have not been run need, and write it to a file. The path of this file is returned.
 
     The file is in the folder of the summaries. The estimates cover the full scale of all recipes that have no laptop
     scale.

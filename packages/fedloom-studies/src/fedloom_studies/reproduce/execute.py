@@ -1,6 +1,6 @@
-"""Execution of a recipe: first the choice of settings, then the runs of every variant.
+"""Execution of a recipe: first the search for settings, then the runs of every variant.
 
-Only missing parts are run, within a time limit.
+Only missing parts are run, and only within a time limit.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def reproduce(
     Args:
         recipe: recipe to run.
         scale: scale at which the recipe is run.
-        out: folder for the recipe. Each variant has its own run directory in this folder.
+        out: folder for the recipe's results. Each variant has its own run directory in this folder.
         results: folder for the summaries. None: the summary is not written.
         data_dir: folder with the data sets.
         seeds: seeds to use instead of those of the recipe.
@@ -201,7 +201,7 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
     """Return one digest for each method (keyed by label, including candidates) and one for all keys except seeds.
 
-    The device is added by name, so that an error message can state it.
+    The device is added by its name, so that error messages can state it.
     """
     parts = {label_of(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
@@ -241,7 +241,7 @@ def verify(
 
     Args:
         recipe: recipe that the summary belongs to.
-        summary: summary to compare with.
+        summary: summary with which values are compared.
         folder: empty folder for the run.
         data_dir: folder with the data sets.
         only: labels of the methods to run. All methods are run if no labels are given.
@@ -271,7 +271,10 @@ def _variant(
     data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
     *listeners: Listener,
 ) -> bool:  # fmt: skip
-    """Run one variant with the settings that were chosen for the document ``chooses``. Return True if it has ended."""
+    """Run one variant with the settings that were chosen for the document ``chooses``.
+
+    Return True if the process has ended.
+    """
     where = f"recipe {recipe.name}, {variant}"
 
     def run(document: Mapping[str, object], *, page: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Facts about the public code of papers, and which recipes as published make use of them (``facts.toml``)."""
+"""Facts about the public code of papers, and which of the published recipes use them (``facts.toml``)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Fact(Value):
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """Return all facts in the order of the file, which groups them by paper."""
+    """Return all facts, in the order of the file, which groups them by paper."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("facts.toml").read_text())
     return tuple(Fact(**one) for one in document["fact"])
 
@@ -69,7 +69,7 @@ def holds(fact: Fact, recipe: Recipe) -> bool:
 
 
 def _option(document: Mapping[str, Any], key: str) -> Any:
-    """Return an option of an experiment, given its dotted key.
+    """Return an option of an experiment, given by its dotted key.
 
     A key ``method.LABEL.option`` refers to an option of a method, which may be ``defaults``.
     """
@@ -84,7 +84,7 @@ def _option(document: Mapping[str, Any], key: str) -> Any:
 
 
 def facts_page(recipes: Mapping[str, Recipe]) -> str:
-    """Render the page about all facts as Markdown, with a table for each paper."""
+    """Render the page about all facts in Markdown, with a table for each paper."""
     lines = ["# What the papers' public code does", "", FACTS_TEXT, "", "[All papers](../papers.md)", ""]
     for paper in dict.fromkeys(fact.paper for fact in facts()):
         count = len(published(recipes, paper))

@@ -3,9 +3,9 @@
 A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``.
 The model is global, personal, hybrid (as the run chose it), hybrid-validation (chosen on validation data in every run),
 or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
-train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. WHEN is
-the last round by default. WHEN may also be ``validation`` (the round that is best on validation data), ``mean`` (the
-mean over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last of these, which
+train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. The
+default WHEN is the last round. WHEN may also be ``validation`` (the round that is best on validation data), ``mean``
+(the mean over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which
 is used for claims about work, is the first evaluated round whose validation score reaches the value. If a model never
 reaches the value, the work of the last round is used, which is a lower bound.
 
@@ -27,11 +27,11 @@ from fedloom.metrics import TASK_ROLES, metric
 
 FIGURE_PARTS = ("train", "validation", "test", "common")
 MIN_WHOLE_FIGURE = 10_000
-"""Smallest value without a unit, such as a number of parameters, that is shown without decimal places."""
+"""Smallest value without a unit (such as a number of parameters) that is shown without decimal places."""
 CLIENT_STATISTIC = "client-"
 """Prefix of the statistic for a single client, which is followed by the client's number."""
 UNSCALED_STATISTICS = ("variance", "jain")
-"""Statistics over clients whose unit is not that of the metric."""
+"""Statistics over clients whose unit differs from the unit of the metric."""
 
 
 class Reference(NamedTuple):
@@ -60,7 +60,7 @@ class Reference(NamedTuple):
         return f"{self.method}: {self.model}: {self.figure}"
 
     def chosen(self) -> Reference | None:
-        """Return the same reference at the round chosen on validation data, or None if no round can be chosen."""
+        """Return the same reference, at the round chosen on validation data, or None if no round can be chosen."""
         plain = "@" not in self.figure and self.model and not self.figure.startswith(("validation ", "nmi"))
         return self._replace(figure=f"{self.figure}@validation") if plain else None
 
@@ -69,8 +69,8 @@ class Unit(NamedTuple):
     """Unit of a kind of value, and how values and differences are shown.
 
     Attributes:
-        name: unit that follows a value.
-        gap: unit that follows a difference.
+        name: unit printed after a value.
+        gap: unit printed after a difference.
         scale: factor by which a value is multiplied before it is shown.
         words: words that follow a positive and a negative difference.
         ratio: True if two values are compared by the logarithm of their ratio.
@@ -92,7 +92,7 @@ class Unit(NamedTuple):
         return self._resolve_name(sign + self._format_value(mean, half), self.gap)
 
     def lead(self, mean: float, half: float = math.nan) -> str:
-        """Render a tested difference, or a ratio given its logarithm: ``1.16 (1.08 to 1.25) times``."""
+        """Format a tested difference, or a ratio given its logarithm: ``1.16 (1.08 to 1.25) times``."""
         return (factor(mean, half) or "-") if self.ratio else self.difference(mean, half)
 
     def write_words(self, mean: float, half: float = math.nan) -> str:

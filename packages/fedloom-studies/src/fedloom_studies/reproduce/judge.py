@@ -1,13 +1,13 @@
 """Verdicts on the claims of papers, based on tests against each rival.
 
 A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
-seed: the difference in the claimed direction, as a mean over variants and paired over seeds (with the same seed, data,
+seed: the difference in the claimed direction, averaged over variants and paired by seed (with the same seed, data,
 cohorts, initial model and batches are the same). The differences are tested by a t-test with Holm's correction over the
 rivals of the claim. If a claim is about each variant, such as every attack, a side counts as a different rival in each
-variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if any rival is clearly
-ahead. A large lead over one rival therefore cannot make up for another. A claim is tested after 5, 10 and 20 seeds, at
-levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks) with a
-significant result settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about standard
+variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if at least one rival is
+clearly ahead. A large lead over one rival therefore cannot make up for another. A claim is tested after 5, 10 and 20
+seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks) whose
+result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about standard
 deviations over seeds are judged in the same way, with each value replaced by its distance from the median over seeds
 (Levene's test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested
 separately, with Holm's correction over the whole recipe. If one of them clearly contradicts the claim, the claim holds
@@ -50,7 +50,7 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 @dataclass(frozen=True)
 class ClaimPair:
-    """Comparison of the subject of a claim with one side in one variant.
+    """Comparison of a claim's subject with one rival in one variant.
 
     The verdict on the comparison includes Holm's correction.
     """
@@ -65,9 +65,9 @@ class Rival:
     """Side that the subject of a claim is compared with.
 
     Attributes:
-        name: name of the side. The name includes the variant only if the variant differs or the claim is about each
+        name: name of the side. The name includes the variant only if variants differ or the claim refers to each
             variant.
-        look: test of its differences, one per seed, at the interim test that settles the claim.
+        look: test of its differences (one per seed) at the interim look that settles the claim.
         clear: True if the difference is significant by Holm's procedure over the rivals of the claim.
     """
 
@@ -91,7 +91,7 @@ class JudgedClaim:
         rivals: rivals that were run at least once.
         comparisons: all single comparisons, one for each side and variant.
         planned: number of comparisons that the recipe plans.
-        lost: number of comparisons that were run but lack any result on one side.
+        lost: number of comparisons that were run but have no result on one of the sides.
     """
 
     claim: Claim
@@ -103,7 +103,7 @@ class JudgedClaim:
 
     @property
     def reason(self) -> Untested | None:
-        """Reason why the claim is not tested. None if it is tested."""
+        """Reason why the claim was not tested. None if it is tested."""
         return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
 
     @property
@@ -113,10 +113,10 @@ class JudgedClaim:
 
     @property
     def verdict(self) -> ClaimVerdict:
-        """Verdict on the claim as a whole.
+        """Verdict on the entire claim.
 
         The claim holds if it holds against every rival. A claim holds in part if it holds against some rivals and no
-        rival is ahead, or if it holds but a single comparison contradicts it.
+        rival is ahead, or if a single comparison contradicts a claim that otherwise holds.
         """
         if self.reason:
             return UNTESTED
@@ -145,7 +145,7 @@ class JudgedClaim:
 
     @property
     def right(self) -> int:
-        """Number of comparisons whose mean is in the claimed direction."""
+        """Number of comparisons in which the mean is in the claimed direction."""
         return sum(as_claimed(self.claim, c.look.difference) for c in self.measured)
 
     @property
@@ -160,7 +160,7 @@ class JudgedClaim:
 
     @property
     def summary(self) -> str:
-        """Verdict followed by the count of comparisons."""
+        """Verdict, followed by the number of comparisons."""
         if not self.measured:
             return self.words
         return f"{self.verdict} by construction" if self.claim.construction else f"{self.verdict} ({self.count})"
@@ -230,7 +230,7 @@ def _rivals(
 def _looked(
     claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
 ) -> tuple[Rival, ...]:
-    """Test the subject of a claim against its rivals with the given seeds, at the given level."""
+    """Test the subject of a claim against its rivals, using the given seeds and level."""
     looks = {name: look_at(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
     if claim.construction and seeds:
         least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
@@ -340,7 +340,7 @@ def _rival(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Return the difference for each seed that both sides have, positive in the claimed direction.
+    """Return the difference for each seed that both sides have (positive in the claimed direction).
 
     If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """

@@ -15,10 +15,10 @@ from fedloom_studies.reproduce.recipe import Claim
 
 LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
 """Numbers of seeds after which a claim is tested, and two-sided significance levels of these interim tests (looks).
-With fewer seeds, no claim is tested."""
+With fewer seeds, no claims are tested."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a difference of the detectable size would have been found significant. It is the usual power
-of a study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
+"""Probability with which a difference of the detectable size would be found significant. It is the usual power of a
+study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
 """Rounding error that is allowed between means that should be equal."""
 
@@ -69,11 +69,11 @@ class Look:
     Attributes:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
-        level: significance level that decides the test. This level is that of the interim test or, with several rivals,
+        level: significance level that decides the test. This level is that of the interim look or, with several rivals,
             that of the step in Holm's procedure. NaN if no test was made.
         error: standard error of ``difference``. NaN if no test was made.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
-        verdict: "holds", "does not hold" or "undecided", at the level of the interim test.
+        verdict: "holds", "does not hold" or "undecided", at the level of the interim look.
     """
 
     n: int
@@ -85,7 +85,7 @@ class Look:
 
     @property
     def half(self) -> float:
-        """Half-width of the interval that decides the test. NaN if no test was made."""
+        """Half-width of the interval on which the test is based. NaN if no test was made."""
         return self._quantile * self.error
 
     @property
@@ -110,7 +110,10 @@ def first_look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) ->
 
 
 def look_at(claim: Claim, values: list[float], level: float) -> Look:
-    """Test the differences of a claim by seed, at the given significance level. No test is made if the level is NaN."""
+    """Test a claim's differences, one per seed, at the given significance level.
+
+    No test is made if the level is NaN.
+    """
     n, mean = len(values), float(np.mean(values)) if values else math.nan
     if math.isnan(level) or claim.construction:
         return Look(n, mean, math.nan, math.nan, math.nan, UNDECIDED)
@@ -127,7 +130,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> Look:
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean. The error is 0 if all values are the same infinity."""
+    """Return the standard error of a mean. The error is 0 if all values equal the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))

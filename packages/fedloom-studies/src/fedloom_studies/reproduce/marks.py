@@ -47,7 +47,7 @@ def draw_marks() -> dict[str, str]:
 
 
 def count_claims(count: int, word: str) -> str:
-    """Return a phrase with the number of claims that have a verdict, such as "2 do not hold".
+    """Return a phrase with the number of claims that have the given verdict, such as "2 do not hold".
 
     >>> count_claims(1, "holds in part"), count_claims(3, "not tested (needs a GPU)"), count_claims(2, "undecided")
     ('1 holds in part', '3 are not tested (needs a GPU)', '2 are undecided')
@@ -71,7 +71,7 @@ def join_counts(phrases: Sequence[str]) -> str:
 
 
 class ClaimCell(NamedTuple):
-    """Cell of a table of claims: a verdict under one protocol, the difference behind it, and the source recipe."""
+    """Cell of a table of claims: a verdict under one protocol, the difference behind it, and its source recipe."""
 
     verdict: ClaimVerdict
     reason: Untested | None = None
@@ -80,7 +80,7 @@ class ClaimCell(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Verdict as text for readers."""
+        """Text of a verdict, as shown to readers."""
         return claim_words(self.verdict, self.reason)
 
     @property

@@ -1,4 +1,4 @@
-"""Page about one recipe, generated as Markdown from its summary. The recipe may not have been run yet."""
+"""Page about one recipe, generated as Markdown from the recipe's summary. The recipe may not have been run yet."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _describe_mode(paper: Paper) -> str:
 
 
 def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
-    """Return the summary at the largest scale that was run, with values of rivals added, or None if nothing was run.
+    """Return the summary at the largest scale that was run, with rivals' values added, or None if nothing was run.
 
     Runs at smoke scale are ignored.
     """
@@ -56,7 +56,7 @@ def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
 def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Return a phrase for the state of a recipe: not run, unfinished or run, with scale and date.
 
-    The phrase also states whether the summary belongs to an earlier version of the recipe.
+    The phrase also states if the summary comes from an earlier version of the recipe.
     """
     if summary is None:
         return "not run"
@@ -71,7 +71,7 @@ def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
 
 
 def not_run(recipe: Recipe, need: Need | None) -> str:
-    """Return the reason why a recipe has no summary, with the time that it needs, if that is known."""
+    """Return the reason why a recipe has no summary, with the time that it needs, if this is known."""
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {option(budget)} core-minutes)"
@@ -80,7 +80,7 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
 
 
 def duration(minutes: float) -> str:
-    """Return a duration as text, in minutes or days of one processor core."""
+    """Return a duration as text, in minutes or days of a single processor core."""
     if minutes < 600:
         return f"{fixed(minutes, 0)} core-minutes"
     return f"{write_total(rounded(minutes / 1440, 2) or 0.0)} core-days"
@@ -105,7 +105,7 @@ def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
 def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
     """Render the page about a recipe as Markdown.
 
-    ``regime`` is a sentence for a recipe whose run is not comparable to that of the paper.
+    ``regime`` is a sentence about a recipe whose run is not comparable to the paper's.
     """
     return "\n".join(_lines(recipe, summary, need, regime)).rstrip() + "\n"
 
@@ -177,7 +177,7 @@ TURNS_TEXT = (
 MAX_SHOWN_COMPARISONS = 3
 """Maximum number of comparisons that are listed for a claim if they change direction with the reported round."""
 Moved = Mapping[str, judge.JudgedClaim | None]
-"""Verdicts at the round that is best on validation data, keyed by the text of the claim."""
+"""Verdicts at the round with the best validation result, keyed by the text of the claim."""
 
 
 def _turns(verdicts: list[judge.JudgedClaim], moved: Moved) -> list[str]:
@@ -226,7 +226,7 @@ def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _filled(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table without the columns that are empty in every row, to save space on phones."""
+    """To save space on phones, yield the lines of a table without the columns that are empty in every row."""
     places = [place for place in range(len(titles)) if any(row[place] != EMPTY_CELL for row in rows)]
     yield "|" + "".join(f" {titles[place]} |".replace("  ", " ") for place in places)
     yield f"|{'---|' * len(places)}"
@@ -296,7 +296,7 @@ def shows(verdict: judge.JudgedClaim) -> str:
 
 
 def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
-    """Yield lines about the work of a run, chosen settings, failures, and attempts to explain a verdict."""
+    """Yield lines about the work of a run, the chosen settings, failures, and attempts to explain a verdict."""
     first = next(iter(summary.numbers))
     methods = dict.fromkeys(
         Reference.create(text, "").method for text, by in summary.numbers[first].items() if finite(by)

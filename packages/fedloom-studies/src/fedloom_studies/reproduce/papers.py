@@ -1,8 +1,8 @@
 """Page about all papers, with a row for each paper and its headline claims as published and in a fair test.
 
-The file ``papers.toml`` lists the headline claims. For each, it contains the first words of the corresponding claim in
-the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into its sentences about
-reasons for verdicts. Everything else is generated from the summaries.
+The file ``papers.toml`` lists the headline claims. For each of them, it contains the first words of the corresponding
+claim in the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into the papers'
+sentences about the reasons for verdicts. Everything else is generated from the recipes' summaries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedloom_studies.reproduce.regime import Anchor, anchors, elsewhere
 from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 VERDICT_ORDER = (looks.FAILS, looks.UNDECIDED, looks.PARTLY, looks.HOLDS)
-"""Verdicts in order, with the least favorable first."""
+"""Verdicts, from the least to the most favorable."""
 PAPERS_TEXT = """# Paper reproductions
 
 This page tests five papers, first **as published**, with their own settings, and then **in a fair test**, with grids of
@@ -126,7 +126,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
     """Yield the names and texts of all files: the page about all papers (named ""), marks, and recipe pages.
 
     Raises:
-        RunDirError: a file in ``results`` is not a summary of a recipe.
+        RunDirError: a file in ``results`` is not a recipe's summary.
         ConfigError: a sentence in ``papers.toml`` states a difference that is not significant.
     """
     recipes = select_papers(recipes)
@@ -230,7 +230,7 @@ def _objection(
 def _less(
     cells: list[tuple[ClaimCell, ClaimCell]], recipes: Mapping[str, Recipe], summaries: Summaries
 ) -> Iterator[str]:
-    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than the paper's."""
+    """Yield a sentence that names the recipes whose runs have fewer rounds or less data than those of the papers."""
     notes = []
     for name in dict.fromkeys(cell.recipe for pair in cells for cell in pair if cell.number):
         recipe, summary = recipes[name], summaries[name]
@@ -253,7 +253,7 @@ def _regime(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, n
 
 
 def _distances(recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, *cells: ClaimCell) -> str:
-    """Return how far the anchors are from the paper's values, in the recipes from which the verdicts come."""
+    """Return how far the anchors are from the paper's values, for the recipes that provide the verdicts."""
     words = {}
     for mode, cell in zip(("published", "fair"), cells, strict=True):
         distances = _anchors(recipes, summaries, sheet, cell.recipe) if cell.recipe else []
@@ -276,7 +276,7 @@ def _cells(
 def _cell(
     recipes: Mapping[str, Recipe], summaries: Summaries, sheet: Sheet, row: HeadlineClaim, names: tuple[str, ...]
 ) -> ClaimCell:
-    """Return the verdict on a headline claim under one protocol.
+    """Return the verdict on a headline claim under the given protocol.
 
     The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
     least favorable verdict is used.
@@ -322,12 +322,12 @@ def _number(one: judge.JudgedClaim) -> str:
 
 
 def _current(summary: RecipeSummary | None, recipe: Recipe) -> TypeGuard[RecipeSummary]:
-    """Return True if a summary is complete and was made with the current version of the recipe."""
+    """Return True if a summary is complete and was created with the current version of the recipe."""
     return summary is not None and summary.complete and not earlier(recipe, summary)
 
 
 def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
-    """Return True if a run has as many rounds and as much data as the paper's."""
+    """Return True if a run has at least as many rounds and as much data as the paper's."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.make_documents("full").values()} == {
         summary.rounds
     }
@@ -362,7 +362,7 @@ def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: ClaimCell) -> str:
-    """Render the lead over the closest rival that the paper prints, from the first recipe that contains it."""
+    """Render the lead over the closest rival that the paper reports, from the first recipe that contains it."""
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.papers_lead(recipes[name], claim)):

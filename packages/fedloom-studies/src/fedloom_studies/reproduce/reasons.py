@@ -1,9 +1,9 @@
 """Sentences about the reasons for verdicts, into which measured numbers are inserted.
 
 The sentences may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references
-``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]`` in words, ``{A}`` for the mean of one reference, and ``{RECIPE}`` for a
-link to a recipe. A sentence is left out if the current version of its recipe has no result. A sentence raises an error
-if its difference is not significant.
+``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]``, expressed in words, ``{A}`` for the mean of one reference, and
+``{RECIPE}`` for a link to a recipe. A sentence is left out if the current version of its recipe has no result. A
+sentence raises an error if its difference is not significant.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fill_numbers(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str
 def _measured(
     sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> str | None:
-    """Render the link for a recipe, or a measured mean or difference. Return None if the value was not measured.
+    """Render the link to a recipe, or a measured mean or difference. Return None if the value was not measured.
 
     Raises:
         ConfigError: a difference is not significant, because it has no interval or its interval contains 0.

@@ -4,14 +4,14 @@ A recipe is an experiment file with these additional keys and tables:
 
 - ``base = "NAME"``: another recipe that this one is based on. Tables are merged key by key. A table with a different
   ``kind`` or ``source`` replaces the table of the base, and values that are not tables always replace those of the
-  base. Columns and cells are replaced as a whole, and new columns also remove the old cells. ``[scale.laptop]``,
+  base. Columns and cells are replaced as a whole, and new columns also remove the previous cells. ``[scale.laptop]``,
   ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
 - ``[variant.NAME]``: changes to the experiment. Each variant has its own run directory. ``options.LABEL`` changes a
   single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants
   that it lists, and removes the others of the base.
-- ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after those of a variant.
-  ``variants`` and ``methods`` restrict the run to those that they list, ``options.LABEL`` changes a single method,
+- ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after the changes of a variant.
+  ``variants`` and ``methods`` restrict the run to those in these lists, ``options.LABEL`` changes a single method,
   ``budget`` is a limit in core-minutes, and `SENTENCE_KEY` is a sentence for the page.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: candidates, of which `fedloom.lab.tune` chooses one on validation
   data (see `choices`).
@@ -48,7 +48,7 @@ SMOKE_CHOICES = {
     "rounds": 2,
     "evaluate": {"every": 1},
 }
-"""Changes that every recipe has at smoke scale, unless it declares its own."""
+"""Changes that apply to every recipe at smoke scale, unless the recipe declares its own."""
 
 
 class Nominal(NamedTuple):
@@ -79,7 +79,7 @@ NOMINAL_SETS = {
 
 
 class Claim(Value):
-    """Order that the paper claims between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+    """Order of two references ``[VARIANT |] METHOD: MODEL[: FIGURE]``, as claimed in the paper.
 
     If no variant is given, the claim is judged in every variant that contains the methods. The module `figures`
     describes the figures.
@@ -119,7 +119,7 @@ class Claim(Value):
 
     @property
     def subject(self) -> str:
-        """Reference that the claim says is higher or lower."""
+        """Reference that is higher or lower according to the claim."""
         return self.higher or self.lower or ""
 
 
@@ -200,7 +200,7 @@ class Paper(Value):
 
     @property
     def kind(self) -> str:
-        """Word that describes the recipe: its mode, or *stand-in*.
+        """Word that describes the recipe: either its mode or *stand-in*.
 
         A stand-in is never called *published*, and settles claims only about itself.
         """
@@ -225,7 +225,7 @@ class Recipe:
     scales: dict[str, dict[str, Any]]
 
     def budget(self, scale: Scale) -> float | None:
-        """Return the time limit, in core-minutes, for a scale. Return None if no limit is stated."""
+        """Return the time limit of a scale, in core-minutes. Return None if no limit is stated."""
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:
@@ -236,12 +236,14 @@ class Recipe:
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
-        """Return True if a scale follows the protocol. The scale may have other seeds, and fewer variants or methods.
+        """Return True if the runs at a scale follow the paper's protocol.
+
+        The scale may have other seeds, and fewer variants or methods.
 
         Args:
             scale: scale at which the recipe was run.
             samples: number of samples that the run used from every source, keyed by source. If a number is unknown or
-                smaller than in the paper, the protocol is not followed.
+                smaller than in the paper, the paper's protocol counts as not followed.
         """
         free = {"budget", SENTENCE_KEY, "seeds", "variants", "methods"}
         if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
@@ -322,7 +324,7 @@ def digest_of(document: object) -> str:
 def restore_recorded(document: object) -> Any:
     """Convert an experiment document to the form that it had in the oldest records, with the original names of keys.
 
-    At that time, clients had uniform weights by default.
+    At the time of these records, clients had uniform weights by default.
     """
     if not isinstance(document, Mapping):
         return document
@@ -360,7 +362,7 @@ def recipe(name: str) -> Recipe:
 
 
 def _resolved(name: str, documents: Mapping[str, object]) -> dict[str, Any]:
-    """Return the document of a recipe, merged with those of the recipes that it is based on."""
+    """Return a recipe's document, merged with the documents of the recipes on which it is based."""
     choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)

@@ -1,4 +1,4 @@
-"""Regime: how far the values of anchors are from the paper's.
+"""Regime: how far the anchors' values are from the paper's.
 
 Anchors are simple methods whose values the paper also prints.
 
@@ -58,7 +58,7 @@ def anchors(
     """Return the anchor that is farthest from the paper's value in each column, or [] if no anchor was run or printed.
 
     Args:
-        references: references that serve as anchors, written as in the columns of the recipe.
+        references: references that serve as anchors, in the form used for the columns of the recipe.
         place: name of the recipe that contains the paper's cells.
         recipes: recipes, keyed by name.
         summaries: summaries, keyed by name.

@@ -34,7 +34,7 @@ SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
 """Minimum processor time in seconds between two updates of ``spent.json``."""
 SIGNIFICANT_DIGITS = 7
-"""Number of significant digits that summaries keep."""
+"""Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
 """File with what is needed to run recipes that have neither a summary nor a laptop scale. The file is in the same
 folder as the summaries."""
@@ -53,16 +53,16 @@ class RecipeSummary:
 
     Attributes:
         protocol: digest of the recipe that was run, from `Recipe.protocol`.
-        says: sentence on how the run differs from the paper's protocol.
+        says: sentence that states how the run differs from the paper's protocol.
         numbers: values, keyed by variant, reference and seed. A value is None if its run has no result.
         minutes: processor time of runs, trials and evaluation so far, in core-minutes.
         complete: True if all variants, methods and seeds have been run.
         choices: chosen settings, keyed by variant and method, with the scores of all candidates.
         failures: sentences about runs that diverged or failed.
-        commit: commit of the code, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
-            is unknown.
-        samples: number of samples in every data set of the run, keyed by source. The mapping is empty in summaries of
-            earlier versions.
+        commit: commit of the code, followed by "-dirty" if the code contained uncommitted changes. The commit is empty
+            if it is unknown.
+        samples: number of samples in every data set of the run, keyed by source. In summaries of earlier versions, the
+            mapping is empty.
     """
 
     recipe: str
@@ -123,7 +123,7 @@ def summarise(
 
 @cache
 def commit() -> str:
-    """Return the commit of this code, with "-dirty" if it was changed, or "" if the code is not in its repository."""
+    """Return the commit of this code, with "-dirty" if the code was changed, or "" if it is not in its repository."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -156,10 +156,10 @@ def write_summary(summary: RecipeSummary, folder: Path) -> None:
 
 
 def read_summary(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
-    """Return the summary of a recipe at a scale, or None if there is none.
+    """Return the summary of a recipe at a scale, or None if none exists.
 
     Raises:
-        RunDirError: a line of the file is not a summary.
+        RunDirError: a line of the file is not a recipe's summary.
     """
     file = folder / SUMMARIES_FILE
     summary = None
@@ -176,7 +176,7 @@ def add_rivals(recipe: Recipe, summary: RecipeSummary, folder: Path) -> RecipeSu
     """Return the summary with values added for methods from another recipe of the same experiment (``rivals``).
 
     In both recipes, the same seed gives the same data, cohorts, initial models and batches. Nothing is added if the
-    other record is of a different experiment or was made with an earlier version of the other recipe.
+    other record belongs to a different experiment or an earlier version of the other recipe.
     """
     other = recipes()[recipe.paper.rivals] if recipe.paper.rivals else None
     record = read_summary(folder, other.name, summary.scale) if other else None
@@ -229,7 +229,7 @@ def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
 
 
 def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
-    """Return the references that the claims need from the methods of a document."""
+    """Return the references that the claims need, taken from the methods of a document."""
     labels = {label_of(method) for method in document["method"]}
     sides = [side for claim in recipe.paper.claims for side in (claim.subject, *claim.than) if isinstance(side, str)]
     read = [Reference.create(side, recipe.paper.figure) for side in sides]

@@ -459,6 +459,10 @@ class Analysis(Value):
         """Return the table that is the result of a finished analysis."""
         raise NotImplementedError
 
+    def remarks(self, table: pa.Table) -> Sequence[str]:
+        """Return notes on a finished analysis, such as sentences about rows that it does not use."""
+        return ()
+
     def model(self, state: State) -> nn.Module | None:
         """Return the predictor that a finished analysis has computed, or None if the analysis does not compute one.
 

@@ -164,7 +164,8 @@ def analyze(
     place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing")
     state, log = run_questions(value, terms, ask, place)
     with attribute_error("analysis", value, "its result"):
-        return AnalysisResult(value, value.result(state), tuple(log), tuple(notes), value.model(state))
+        table = value.result(state)
+        return AnalysisResult(value, table, tuple(log), (*notes, *value.remarks(table)), value.model(state))
 
 
 def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:

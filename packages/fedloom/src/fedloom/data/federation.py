@@ -325,8 +325,8 @@ class Federation:
         Unknown labels are not counted.
         """
         owner, y = self.owner(part), self.targets(self.parts[part].index)
-        known = torch.stack([y == 0, y == 1], -1).long()
-        return known.new_zeros(self.n, *known.shape[1:]).index_add(0, owner, known)
+        values = torch.stack([y == 0, y == 1], -1).long()
+        return values.new_zeros(self.n, *values.shape[1:]).index_add(0, owner, values)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
         """Return measures of how much clients differ. Each measure is a list with one value per client.

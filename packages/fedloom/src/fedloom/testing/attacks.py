@@ -151,7 +151,8 @@ def knowledge(s: AttackScene) -> None:
 
 
 ATTACK_LAWS: dict[Callable[[Any], None], str] = {
-    _runs: "repair this line; honest is None where the honest models are not known",
+    _runs: "repair this line. In forge, honest is None if honest models are unknown. In stamp, names has the keys of "
+    "the field columns, so a check of a backdoor for tables sets it, as in columns={'age': 90.0}",
     attackers: "leave attackers as it is, or draw ids with fl.seeds.generator(seed, purpose=...) and sort them",
     _shapes: "return one row per row of base, in its dtype; a label per label, within 0..classes-1",
     _arguments_unmodified: "clone before an in-place operation, and return a tensor of your own",

@@ -1,8 +1,8 @@
 """Admission of the sites' keys to Flower's server: the keys in ``nodes/``, except revoked keys.
 
-``nodes/NAME.pub`` contains a key that the server admits. Revoking a key moves it to ``nodes/NAME.revoked``, so that it
-is never admitted again: not at a start with an empty database, not by following the instructions again, and not from an
-old copy of the folder.
+``nodes/NAME.pub`` contains a key that the server admits. When a key is revoked, it is moved to ``nodes/NAME.revoked``,
+so that it is never admitted again: not at a start with an empty database, not by following the instructions again, and
+not from an old copy of the folder.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fedloom_sites.deploy.setting_files import read_server
 
 KEYS_FOLDER, ADMITTED_SUFFIX, REVOKED_SUFFIX = "nodes", ".pub", ".revoked"
 UNREGISTERED_STATUS = "unregistered"
-"""Flower's status for a node whose key was revoked."""
+"""Flower's status of a node whose key was revoked."""
 
 
 def key_file(server: Path, name: str) -> Path:
-    """Return the path of a site's key that is to be admitted, in the server's folder."""
+    """Return the path, in the server's folder, of a site's key that is to be admitted."""
     return server / KEYS_FOLDER / f"{name}{ADMITTED_SUFFIX}"
 
 
@@ -49,7 +49,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     This is the key that the site uses for its connection.
 
     Args:
-        folder: folder of the deployment, or of its server.
+        folder: folder of the deployment or of its server.
         name: name of the site, which may already have been removed from the settings.
         programs: folder of Flower's programs.
 
@@ -76,7 +76,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
 
 
 def _set_aside(server: Path, name: str) -> list[str]:
-    """Move the key of a site out of the admitted keys, and return the site's revoked keys. The newest key is last.
+    """Move the key of a site out of the admitted keys, and return the site's revoked keys. The last key is the newest.
 
     Raises:
         ConfigError: the site does not exist.
@@ -105,7 +105,7 @@ def _line(file: Path) -> str:
 def _running(file: Path) -> tuple[Path, Path]:
     """Return the paths of the server's database and of the folder of its command line.
 
-    If only a local trial is running, its paths are returned.
+    If only a local trial is running, its paths are returned instead.
     """
     home, tried = file.parent / CLI_FOLDER, file.parent.parent / LOCAL_FOLDER
     connection = read_toml(home / "config.toml", "connection to the server")["superlink"]["fedloom"]

@@ -35,14 +35,14 @@ from fedloom_sites.deploy.settings import Member, Server, Shared
 
 
 def upgrade(folder: Path) -> Change:
-    """Create and return an agreement on the same experiment with the installed patch release of fedloom.
+    """Create and return an agreement on the same experiment that names the installed patch release of fedloom.
 
     Args:
-        folder: folder of the deployment, or of its server. Only its subfolder ``changes/release-VERSION`` is written.
+        folder: folder of the deployment or of its server. Only its subfolder ``changes/release-VERSION`` is written.
 
     Raises:
-        ConfigError: the installed release is not a different patch release of the same version, or the change exists
-            already.
+        ConfigError: the installed release is not a different patch release of the same version, or the change already
+            exists.
         RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))
@@ -61,7 +61,7 @@ def rotate(folder: Path, name: str) -> Change:
     The site keeps its memory, state and number.
 
     Args:
-        folder: folder of the deployment, or of its server. Only its subfolder ``changes/keys-NAME`` is written.
+        folder: folder of the deployment or of its server. Only its subfolder ``changes/keys-NAME`` is written.
         name: name of the site.
 
     Raises:

@@ -1,4 +1,4 @@
-"""State of a run's analyses on the server's disk, for `fedloom deploy status`."""
+"""State of a run's analyses on the server's disk, as shown by `fedloom deploy status`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedloom_sites.deploy.server.analyses import SUMS_PATTERN
 def analysis_states(
     document: Mapping[str, Any], checkpoints: Path, log: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the progress of a run's analyses by sums.
+    """Return the progress of a run's sum-based analyses.
 
     Args:
-        document: the experiment file.
+        document: the experiment file's contents.
         checkpoints: folder of the server's checkpoints.
         log: lines of the audit log, which an earlier version may have written.
 

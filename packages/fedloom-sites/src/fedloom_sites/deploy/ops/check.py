@@ -1,4 +1,7 @@
-"""Checks before a site joins, which find everything that would stop the site later. Each finding is a sentence."""
+"""Checks before a site joins, which find everything that would stop the site later.
+
+Each finding is written as a sentence.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,7 @@ COMPARED_PACKAGES = (
 )
 """Packages whose version `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
-"""Maximum time by which a site's clock may be ahead of or behind the server's, because signatures of connections
-contain the time."""
+"""Maximum difference between a site's clock and the server's, because signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
@@ -77,10 +79,10 @@ Check = Callable[[Site], Iterator[Finding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
-    """Yield the findings of all checks of a site, ordered so that the first refusal is the one to fix first.
+    """Yield the findings of all checks of a site, in such an order that the first refusal is the first one to fix.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         offline: True to skip the connection to the server.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _memory, _keys, _authority, _disk, _port)
@@ -191,7 +193,7 @@ def _data(site: Site) -> Iterator[Finding]:
 
 
 def _memory(site: Site) -> Iterator[Finding]:
-    """Yield a finding on how many earlier experiments on its data the site remembers, under masks or an epsilon."""
+    """Yield a finding on how many earlier experiments on its data the site remembers (under masks or an epsilon)."""
     if site.secure is None and site.epsilon is None:
         return
     check_data_name(site)
@@ -352,8 +354,8 @@ def _server(site: Site) -> Iterator[Finding]:
 def _registered(site: Site, connection: HTTPSConnection) -> Iterator[Finding]:
     """Yield a finding that states whether the server admits the site's connection key.
 
-    The request contains a heartbeat interval that the server rejects for a registered key, so the request changes
-    nothing there.
+    The request contains a heartbeat interval that the server rejects even for a registered key, so it changes nothing
+    there.
     """
     from fedloom_sites.flwr_adapter import (
         FLEET_HTTP_PUBLIC_KEY_HEADER,

@@ -24,7 +24,7 @@ ANSWER_SECONDS = 90.0
 """Time in seconds that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
-"""Folder that contains the programs of this Python environment."""
+"""Folder with the programs of this Python environment."""
 
 
 def fill_template(template: str, **values: object) -> str:
@@ -71,7 +71,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
 
     Args:
         question: name of the command.
-        home: folder of the command line, with the connection to the server.
+        home: folder of Flower's command line, with the connection to the server.
         programs: folder of Flower's programs.
         values: see `command`.
 
@@ -92,7 +92,7 @@ def ask(question: str, home: Path, programs: Path = PROGRAMS_FOLDER, **values: o
 
 
 def profile(address: str, ca: Path) -> str:
-    """Return the `config.toml` that Flower's command line needs to reach the server."""
+    """Return the `config.toml` with which Flower's command line reaches the server."""
     connection = {"address": address, "root-certificates": str(ca)}
     return tomli_w.dumps({"superlink": {"default": "fedloom", "fedloom": connection}})
 

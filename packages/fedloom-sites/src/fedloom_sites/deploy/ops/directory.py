@@ -39,7 +39,7 @@ CLI_FOLDER = "cli"
 LOCAL_FOLDER = "local"
 """Folder of a local trial on one machine, next to the server's and the sites' folders."""
 SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
-"""Files that only their owner may read."""
+"""Files that only their owners may read."""
 WRITABLE_FOLDERS = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
 """Folders that the processes of the server or of a site write to."""
 MEMORY_LIMITS = {"server": "40%", "site": "50%"}
@@ -48,15 +48,15 @@ the machine."""
 DEFAULT_HOME = Path("/srv/fedloom")
 """Default folder of a deployment on a machine."""
 AUTHORITY_DAYS = 3650
-"""Number of days for which the authority is valid. It should outlive the server's certificate, because the sites have
-the authority's certificate."""
+"""Number of days for which the authority is valid. It should remain valid longer than the server's certificate, because
+the sites have the authority's certificate."""
 
 Files = dict[str, str | bytes]
 """Contents by path."""
 
 
 def _plain(path: Path) -> Path:
-    """Check that a path is safe to use in units, reverse proxy and instructions, and return it."""
+    """Check that a path is safe to use in units, in the reverse proxy and in instructions, and return it."""
     if not re.fullmatch(r"/[\w./@+-]*", str(path)):
         raise ValueError(
             f"must begin with / and contain only letters, digits, '.', '_', '@', '+' or '-', got {str(path)!r}"
@@ -90,7 +90,7 @@ class Location(Value):
 
     @property
     def prefix(self) -> str:
-        """Prefix for the names of units, reverse proxy and containers, different for two homes on one machine."""
+        """Prefix for the names of units, reverse proxy and containers, which differs between homes on one machine."""
         return "fedloom" if self.home == DEFAULT_HOME else "fedloom" + re.sub(r"[^A-Za-z0-9_.]", "-", str(self.home))
 
     @property
@@ -108,7 +108,7 @@ def machine_folders(folder: Path) -> dict[str, Path]:
 
 
 def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
-    """Write the complete directory of a deployment, or nothing at all.
+    """Write the complete directory of a deployment, or write nothing.
 
     Raises:
         ConfigError: ``out`` already exists, ``out`` lies in a run directory or another deployment, or a value is
@@ -138,11 +138,11 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
     """Create another server certificate and key, signed by the deployment's authority, and return their path.
 
     If the process is killed after writing only one of the two files, they do not match, and no server accepts them. The
-    next call creates both files again.
+    next call writes both files again.
 
     Args:
         folder: the directory.
-        host: name or address by which sites reach the server. None for the host in its server.toml.
+        host: name or address by which sites reach the server. None stands for the host in the deployment's server.toml.
         days: number of days for which the certificate is valid.
 
     Returns:
@@ -236,7 +236,7 @@ def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Loc
 
 
 def compose(of: Server | Site, place: Location) -> str:
-    """Return the ``docker compose`` file of the server or of a site, which is equivalent to the systemd units."""
+    """Return the ``docker compose`` file of the server or of a site, which corresponds to the systemd units."""
     folder, services = place.home / _side(of), []
     for name, words in _commands(of, place).items():
         services.append(
@@ -355,7 +355,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
 
 
 _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
-"""Files of the app that Flower transfers to the sites: two modules that refer to code that is installed there."""
+"""Files of the app that Flower transfers to the sites: two modules that refer to code installed at the sites."""
 
 
 def _certified(ca: keys.Authority, place: Location) -> Files:
@@ -433,7 +433,7 @@ def _quoted(word: str) -> str:
 
 
 def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> None:
-    """Create the folder of the server or of a site, including the folders that its units write to."""
+    """Create the server's or a site's folder, including the folders that its units write to."""
     write_files(folder, contents)
     for name in WRITABLE_FOLDERS.get(side, ()):
         (folder / name).mkdir(mode=0o700, exist_ok=True)

@@ -2,7 +2,7 @@
 
 The current `site.toml` is read at each start, so the unit need not change if server or port change.
 
-The process of ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` becomes the site's network process.
+``python -m fedloom_sites.deploy.ops.join SITE.TOML`` starts a process that becomes the site's network process.
 """
 
 from __future__ import annotations

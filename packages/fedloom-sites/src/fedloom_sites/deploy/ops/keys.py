@@ -22,9 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedloom.errors import ConfigError
 
 CERTIFICATE_BACKDATE = timedelta(hours=1)
-"""Time between the start of a certificate's validity and its creation, because clocks differ."""
+"""Time by which a certificate's validity begins before its creation, because clocks differ."""
 EXPIRY_NOTICE = timedelta(days=30)
-"""Time before its expiry from which on a certificate is reported as expiring soon."""
+"""Time before its expiry at which a certificate begins to be reported as expiring soon."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),
@@ -32,14 +32,14 @@ _OTHER_USES = (
 
 
 class KeyPair(NamedTuple):
-    """A private key as an OpenSSH file, and its public key as one OpenSSH line."""
+    """A private key as an OpenSSH file, and the corresponding public key as one OpenSSH line."""
 
     private: bytes
     public: str
 
 
 class Authority(NamedTuple):
-    """Certificate authority of one deployment."""
+    """Certificate authority of a single deployment."""
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
@@ -49,7 +49,7 @@ class Authority(NamedTuple):
         """Load the authority from two PEM files.
 
         Raises:
-            ValueError, TypeError, UnsupportedAlgorithm: the files are not a certificate and a key of the supported
+            ValueError, TypeError, UnsupportedAlgorithm: the files do not contain a certificate and a key of a supported
             kind.
         """
         private = load_pem_private_key(key, password=None)
@@ -62,7 +62,7 @@ class Authority(NamedTuple):
         return self.certificate.public_bytes(Encoding.PEM)
 
     def private(self) -> bytes:
-        """Return the private key as PEM."""
+        """Return the private key in PEM format."""
         return _pem(self.key)
 
 

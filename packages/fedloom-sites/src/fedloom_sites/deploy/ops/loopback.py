@@ -26,7 +26,7 @@ from fedloom_sites.deploy.settings import Server, Site
 from fedloom_sites.deploy.site.local_data import site_federation
 
 LOG_PREFIX = "fedloom: "
-"""Prefix of the server's log lines that are meant for people."""
+"""Prefix of those lines in the server's log that are meant for people."""
 RENEW_HINT = "'fedloom deploy renew' makes the server's certificate and key anew"
 """Advice about invalid files of the server's certificate."""
 
@@ -38,11 +38,11 @@ class Loopback:
 
     Args:
         folder: directory that `fedloom deploy init` wrote.
-        processes: context manager in which server and sites are started. They end when it is left.
+        processes: context manager in which server and sites are started. They end when the block is left.
         port: port of the server. None for a free port.
 
     Raises:
-        ConfigError: the folder is not a deployment's directory, or a file differs from the agreed file.
+        ConfigError: the folder is not a deployment's directory, or a file differs from the one that was agreed on.
     """
 
     def __init__(self, folder: Path, processes: Processes, port: int | None = None) -> None:
@@ -74,12 +74,12 @@ class Loopback:
         return self.folder / "sites" / name / "site.toml"
 
     def start_server(self) -> None:
-        """Start the server's two processes and wait until the server answers.
+        """Start the server's two processes, and wait until the server answers.
 
         Raises:
             ConfigError: the port is in use, or a file of the certificate is missing, damaged or belongs to a different
                 certificate.
-            ProcessError: the server ended or does not answer.
+            ProcessError: the server has ended or does not answer.
         """
         check_free(self.server.port, "the server")
         check_certificate(self.server)
@@ -96,7 +96,7 @@ class Loopback:
     def register_all(self) -> dict[str, int]:
         """Admit every site whose key was not revoked, and return the node numbers keyed by site name.
 
-        These are Flower's numbers of the sites' nodes.
+        These are the numbers that Flower has given to the sites' nodes.
         """
         server = self.folder / "server"
         return {name: self.register(key_file(server, name)) for name in self.sites if not is_revoked(server, name)}
@@ -104,7 +104,7 @@ class Loopback:
     def start_site(self, name: str, **changes: object) -> Process:
         """Start and return a site's process.
 
-        The site joins without further commands. The arguments ``changes`` replace some of the settings.
+        The site joins without any further commands. The arguments in ``changes`` replace some of the settings.
         """
         number = list(self.sites).index(name)
         settings = {"server": self.address, "port": self._ports[1 + number], **changes}
@@ -220,9 +220,9 @@ def check_certificate(server: Server) -> None:
 
 
 def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
-    """Run a deployment's directory on this machine until its experiment ends, and return the deployment.
+    """Run the deployment in a directory on this machine until its experiment ends, and return the deployment.
 
-    All processes have ended afterwards.
+    After that, all processes have ended.
 
     Args:
         folder: the directory.
@@ -232,7 +232,7 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
     Raises:
         ConfigError: the folder is not a deployment's directory, or the port is in use.
         DataError: a site's data cannot be read, or do not match the experiment.
-        RunDirError: another process is running the deployment.
+        RunDirError: the deployment is already running in another process.
         ProcessError: the server or the run failed.
     """
 

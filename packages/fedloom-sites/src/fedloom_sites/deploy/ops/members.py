@@ -2,8 +2,8 @@
 
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
 agreement starts from the model of the last round. A site keeps the previous agreement until it has approved the new one
-(`take`), and does not answer messages under any other agreement. A server that adds sites without approval therefore
-receives only refusals.
+(`take`), and answers messages only under the agreement that it keeps. A server that adds sites without approval
+therefore receives only refusals.
 """
 
 from __future__ import annotations
@@ -63,12 +63,14 @@ def keys_digest(members: Sequence[Member]) -> str:
 
 
 def add(folder: Path, name: str, place: Location) -> Change:
-    """Create an agreement with a new site, and folders for the server, the new site and the approval. Return it.
+    """Create an agreement that includes a new site, with folders for the server, the new site and the approval.
+
+    Return it.
 
     Args:
-        folder: folder of the deployment, or of its server. Only its new subfolder ``changes/NAME`` is written.
+        folder: folder of the deployment or of its server. Only its new subfolder ``changes/NAME`` is written to.
         name: name of the new site.
-        place: location of the new site's files. Its host is the host of the server.
+        place: where the new site's files are located. Its host is the host of the server.
 
     Raises:
         ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has no
@@ -158,7 +160,7 @@ class Proposal(NamedTuple):
     Attributes:
         site: settings of the site under the new agreement.
         new: members that are new to the site.
-        files: contents of the files that come with the agreement, keyed by name.
+        files: contents of the files that accompany the agreement, keyed by name.
     """
 
     site: Site
@@ -174,8 +176,8 @@ def proposed(folder: Path, change: Path) -> Proposal:
         change: folder of the new agreement (``approval`` of a change).
 
     Raises:
-        ConfigError: the agreement is for other sites, or changes more than members, remaining rounds and initial model,
-            or, for the same members, more than the patch release and the keys of one site.
+        ConfigError: the agreement is for other sites, or changes more than the members, the remaining rounds and the
+            initial model, or, if the members are the same, more than the patch release and one site's keys.
         RunDirError: a secure session is in progress.
     """
     site = read_site(folder / "site.toml")
@@ -231,7 +233,7 @@ def take(folder: Path, change: Path, digest: str) -> Site:
     The site then answers only messages under this agreement.
 
     Raises:
-        ConfigError: the digest is not the digest of the new agreement, or `proposed` raises this error.
+        ConfigError: the digest does not match the new agreement, or `proposed` raises this error.
         RunDirError: a secure session is in progress.
     """
     before = read_site(folder / "site.toml")
@@ -285,7 +287,7 @@ def member_of(server: Server, name: str) -> Member:
 
 
 def check_idle(server: Server) -> None:
-    """Raise an error if a run is in progress, or a masked sum whose shares have been requested.
+    """Raise an error if a run is in progress, or if shares were requested for a masked sum that is still open.
 
     Raises:
         RunDirError: a run or such a sum is in progress.
@@ -315,7 +317,7 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
     """Return the conditions for an agreement with the same members, keyed by the sentence that describes a violation.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         new: its settings under the new agreement.
         members: sites of the new agreement.
         key: new private signing key of the site, if the folder of the agreement contains one.
@@ -347,9 +349,9 @@ def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member])
 
 
 def _last_round(server: Server) -> tuple[int, bytes | None]:
-    """Return the number of finished rounds, and the model after these rounds as a file of initial values.
+    """Return the number of finished rounds, and the model after them as a file of initial values.
 
-    Without a finished round, the file contains the agreed initial model, or is None. Both come from the same
+    If no round has been completed, the file contains the agreed initial model, or is None. Both come from the same
     checkpoint, because the results are from the last evaluation, which may be many rounds old.
     """
     done, model = last_round(server)

@@ -44,9 +44,9 @@ from fedloom_sites.deploy.settings import NormBound, case_twin
 from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
-"""Factor by which the norm of a difference may exceed the largest norm in the first round. Over 20 rounds of the
-registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times with a channel that
-stores its errors, unless a method diverged."""
+"""Factor by which the norm of a difference may exceed the largest norm in the first round. In 20 rounds of the
+registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that with a channel
+that stores its errors, unless a method diverged."""
 DRAWS_CHECKED = 50
 """Number of rounds whose cohorts are drawn to check that all sites train in each round. A sampler that draws fewer
 sites is soon detected."""
@@ -59,7 +59,7 @@ class DeploymentPlan:
     """Contents of a deployment.
 
     Attributes:
-        name: name of the experiment.
+        name: the experiment's name.
         experiment: text of the experiment file, with one method and one seed, and without any path of data.
         sites: names of the sites, in the order of the clients.
         samples: description of a sample.
@@ -71,8 +71,8 @@ class DeploymentPlan:
         norm_bound: maximum norm of a difference that the server accepts. None for no limit.
         threshold: threshold of secure aggregation. None without secure aggregation.
         most_samples: maximum number of samples in any part of a site's data. None if sites have their own data and no
-            number is stated.
-        start: file of the initial model. None if the initial model is drawn with the seed.
+            number is given.
+        start: file of the initial model. None if the initial model is drawn with the run's seed.
         sends: True if sites send anything.
         by_samples: True if a site is weighted by its number of samples.
     """
@@ -134,8 +134,8 @@ def plan(
             the largest norm in the first round, which is simulated for this purpose.
         most_samples: maximum number of samples in any part of a site's data. None for the number at the largest client,
             which is unknown if sites have their own data.
-        secure_aggregation: True if the server receives masked sums (`fedloom_sites.deploy.secure.protocol`).
-        threshold: minimum number of sites in a sum that is unmasked. None for more than two thirds.
+        secure_aggregation: True if the server receives masked sums (see `fedloom_sites.deploy.secure.protocol`).
+        threshold: minimum number of sites in any sum that is unmasked. None for more than two thirds.
         changes: maximum number of times that a site may leave the masked sums or return to them. None for
             `MAX_CHANGES`.
         verify: True if every site opens the masked sums itself and computes its models from them.
@@ -241,10 +241,10 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
 
 
 def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
-    """Raise an error if the cohorts of masked sums change from round to round, unless their noise is accounted for.
+    """Raise an error if the cohorts of masked sums change between rounds, unless their noise is accounted for.
 
     Raises:
-        ConfigError: the sampler does not draw all sites, and the agreed number of changes is too small.
+        ConfigError: the sampler does not draw all sites, and the agreed number of changes is too small for this.
     """
     setting, sampler = job.setting, job.setting.sampler
     if not masked or accounted(setting.upload_transform, setting.aggregator) is not None or changes >= setting.rounds:
@@ -265,7 +265,7 @@ def _check_same_cohorts(job: Job, masked: bool, changes: int) -> None:
 def _bound(job: Job, server: Any) -> NormBound | None:
     """Return `DRIFT_MARGIN` times the largest norm of a difference in a first round, to three digits, or None.
 
-    The result is None for a method that sends no difference.
+    For a method that does not send a difference, the result is None.
 
     If several fields of an upload are bounded, the result is a dict keyed by field.
     """
@@ -342,7 +342,7 @@ def _safe(name: str) -> str:
 
 
 def _placeless(one: Experiment) -> dict[str, Any]:
-    """Return the table [data] without the path of a file, so that server and sites can read it."""
+    """Return the [data] table without the path of a file, so that the server and the sites can read it."""
     options, kind = one.source_options, type(one.source)
     if not isinstance(one.source, FileSource) or kind.model_fields["path"].is_required():
         return options
@@ -352,7 +352,7 @@ def _placeless(one: Experiment) -> dict[str, Any]:
 
 
 def _data_table(one: Experiment) -> dict[str, Any]:
-    """Return the table [data] of a site with its own data: a file of the same name next to the site's settings."""
+    """Return the [data] table of a site that has its own data: a file named after the site, next to its settings."""
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets
@@ -370,7 +370,7 @@ def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table [data] with absolute paths."""
+    """Return the [data] table with absolute paths."""
     keys = ("path",) if options["source"] in SOURCES else ("path", "source")
     paths = {key: Path(options[key]).expanduser() for key in keys if key in options}
     return {**options, **{key: str(path.resolve()) for key, path in paths.items() if path.exists()}}

@@ -1,4 +1,4 @@
-"""Processes that never outlive the process that started them: each is ended by its ID, with all its descendants."""
+"""Processes that never outlive the process that started them: each is ended, by its ID, with all its descendants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError, FedloomError
 from fedloom_sites.deploy.ops import reaper
 
 EXIT_CODE_PREFIX = "Exit Code: "
-"""Prefix of the line in which a Flower program reports why it ends. Details follow in the next lines."""
+"""Prefix of the line in which a Flower program reports why it ends. Details follow in the lines below."""
 
 
 class ProcessError(FedloomError):
@@ -68,18 +68,18 @@ class Process:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def bury(self) -> None:
-        """Collect the exit status if the process has ended, so that its group disappears with its last process."""
+        """Collect the exit status of an ended process, so that its group disappears with its last process."""
         self._popen.poll()
 
     def reap(self) -> int:
-        """Return the exit status. The rest of the process's group is killed first."""
+        """Return the exit status. Any remaining processes in its group are killed first."""
         if self._popen.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
 
     def tail(self, lines: int = 12) -> str:
-        """Return the end of the output, or the reason for the end that Flower or the operating system has written."""
+        """Return the end of the output, or the reason for the exit that Flower or the operating system has written."""
         output = self.log.read_text(errors="replace")
         if os.strerror(errno.EADDRINUSE).lower() in output.lower():
             return "another program took the chosen port in the meantime. Run the same command again"
@@ -99,7 +99,7 @@ class Process:
 
 
 class Processes:
-    """Context manager that ends its processes when the block is left in any way, or when this process is killed.
+    """Context manager that ends its processes however the block is left, or when this process is killed.
 
     A reaper process (`reaper`) ends them within `reaper.GROUP_GRACE_SECONDS` seconds. SIGTERM and SIGHUP leave the
     block in the same way as Ctrl-C. While processes are being ended, further signals are held back.
@@ -129,7 +129,7 @@ class Processes:
             process.check()
 
     def stop(self) -> None:
-        """End all processes and their descendants."""
+        """End all processes, including their descendants."""
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             with suppress(BrokenPipeError):
@@ -162,7 +162,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different loopback ports that are currently free."""
+    """Return distinct loopback ports that are currently free."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]

@@ -1,7 +1,7 @@
 """Reaper that ends process groups when their starter closes the pipe to it, or is killed.
 
-Its standard input contains one line per started group, with the ID of the group. The module runs as a script and
-imports only the standard library.
+Its standard input contains one line, with the group's ID, for each group that is started. The module runs as a script
+and imports only the standard library.
 """
 
 import os
@@ -15,7 +15,7 @@ GROUP_GRACE_SECONDS = 10.0
 
 
 def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:
-    """Read group IDs until the pipe is closed, and then end the remaining groups, newest first."""
+    """Read group IDs until the pipe is closed; then end the remaining groups, newest first."""
     groups = [group for group in reversed([int(line) for line in lines]) if _tell(group, signal.SIGTERM)]
     end = time.monotonic() + grace
     while groups and time.monotonic() < end:

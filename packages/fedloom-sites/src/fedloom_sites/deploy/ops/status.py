@@ -1,4 +1,4 @@
-"""Status of a deployment, read only from the server's files: audit log, checkpoints, results.
+"""Status of a deployment, read only from the server's files: audit log, checkpoints and results.
 
 Reading the status does not lock or write anything.
 
@@ -78,17 +78,17 @@ def server_file(folder: Path) -> Path:
 
 
 def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
-    """Summarize the audit log for each client.
+    """Summarize the audit log separately for each client.
 
     Args:
         log: lines of the audit log.
         members: names of the sites, keyed by client.
-        rounds: rounds done. Replies that were accepted for a later round have no effect yet.
+        rounds: rounds done. Replies that were accepted for a later round do not yet have an effect.
 
     Returns:
-        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, ``staleness`` (mean over
-        its uploads, None except in a buffered run), and ``rejected``: the number of replies and the latest ``reason``,
-        keyed by step of the check.
+        ``accepted`` and ``missed`` rounds, ``last_reply`` (time as ISO 8601, or None), ``mute``, ``staleness`` (mean
+        over the site's uploads, None except in a buffered run), and ``rejected``: the number of replies and the latest
+        ``reason``, keyed by step of the check.
     """
     blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
     stale: dict[str, list[int]] = {}
@@ -135,14 +135,14 @@ def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
 
 @_fitting()
 def status_of(server: Server) -> dict[str, Any]:
-    """Return the progress of a deployment as plain values, which ``fedloom deploy status --json`` prints.
+    """Return a deployment's progress as plain values, which ``fedloom deploy status --json`` prints.
 
     The keys are:
 
     - ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``.
     - ``rounds``: number of completed rounds, out of ``planned``.
     - ``round_seconds``: ``last`` and ``median``.
-    - ``epsilon``: epsilon spent after these rounds, or None without a delta.
+    - ``epsilon``: epsilon spent by the end of these rounds, or None without a delta.
     - ``epsilon_sites``: epsilon against T - 1 sites that share the noise of a sum, or None if sites do not share noise.
     - ``sites``: see `tallies`, with ``share`` (of the completed rounds), ``samples`` ``[3]`` and the latest ``scores``.
     - ``analyses``: for each analysis by sums its ``name``, ``state`` ("waits", "begun", "none" or "done"), the number
@@ -151,10 +151,10 @@ def status_of(server: Server) -> dict[str, Any]:
     - ``means``: latest metrics of the federation, one row per model, see `mean_table`.
     - ``certificates``: when they expire (ISO 8601).
     - ``disk``: bytes by kind of content, and ``free``.
-    - ``last_event``: time of the log's last line.
+    - ``last_event``: time of the last line in the log.
 
     Raises:
-        RunDirError: the files do not match each other.
+        RunDirError: the files are inconsistent with each other.
     """
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
@@ -209,7 +209,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
 
 @_fitting()
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one human-readable row per site. Losses are measured on the test samples of the site."""
+    """Return one human-readable row per site. Losses are measured on the site's test samples."""
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
@@ -233,7 +233,7 @@ def serve_metrics(server: Server) -> Iterator[None]:
     The status is read again for each request.
 
     Raises:
-        ConfigError: the port is in use.
+        ConfigError: the port is already in use.
     """
     if server.metrics_port is None:
         yield
@@ -310,7 +310,7 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _certificates(server: Server) -> dict[str, str]:
-    """Return the expiry time of every readable certificate, as ISO 8601."""
+    """Return the expiry time, as ISO 8601, of every certificate that can be read."""
     ends = {}
     for name, path in (("server's certificate", server.certificate), ("authority's certificate", server.ca)):
         with suppress(OSError, ValueError):

@@ -15,8 +15,8 @@ from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.disk import regular
 
 MEAN_NAMES = ("mean", "weighted")
-"""Names of means in the records: over sites, and over samples. A server that receives only sums records only the
-second."""
+"""Names of the two kinds of means in the records: over sites, and over samples. A server that receives only sums
+records only the latter."""
 
 
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
 
     Args:
         metrics: file `metrics.parquet`.
-        sites: names of the sites, keyed by client. The metrics of other clients (removed sites) are omitted.
+        sites: names of the sites, keyed by client. Metrics of other clients (those that were removed) are omitted.
     """
     records = [r for r in _read(metrics, SUMMARY_METRICS) if r["client"] in sites]
     last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
@@ -44,7 +44,7 @@ def mean_table(metrics: Path) -> list[dict[str, Any]]:
 
     Means are over sites. If the server receives only sums, they are over samples.
 
-    ``sites``: number of sites in a mean of losses.
+    ``sites``: number of sites over which a loss is averaged.
 
     Args:
         metrics: file `metrics.parquet`.

@@ -1,7 +1,7 @@
 """Checks of a site's reply. A reply that fails a check is discarded and logged, and has no other effect.
 
-`Checks.STEPS` lists the checks in order, with the number of each check in the audit log. The codec checks the names of
-arrays, their sizes and headers, and the types and order of their numbers (5 to 7) before any memory is allocated.
+`Checks.STEPS` lists the checks in order, with the number of each check in the audit log. The codec checks the names,
+sizes and headers of arrays, and the types and order of their numbers (5 to 7) before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fedloom_sites.transport.forms import Forms, Upload, score_names
 MAX_WORK_COUNT = 10**15
 """Maximum plausible amount of work."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
-"""Pattern of the text in which Flower wraps the error of a site's process."""
+"""Pattern of the text in which Flower wraps an error raised in a site's process."""
 
 
 class _Draft(NamedTuple):
@@ -71,12 +71,12 @@ class _Draft(NamedTuple):
 
     @property
     def is_round(self) -> bool:
-        """True if the reply belongs to a round, and not to a greeting or a step of a secure session."""
+        """True if the reply belongs to a round, rather than to a greeting or a step of a secure session."""
         return self.pending.kind != "hello" and self.pending.read is None
 
 
 class Checks:
-    """Checks of the replies that a server receives.
+    """Checks that the server applies to replies.
 
     Args:
         settings: settings of the server.
@@ -116,7 +116,7 @@ class Checks:
 
         Raises:
             LateReply: the reply is valid, but late.
-            Rejected: a check fails. The message describes the failure. No other error is possible.
+            Rejected: a check has failed. The message describes the failure. No other error is possible.
         """
         if pending is None:
             raise Rejected(1, "the reply does not answer an open message")
@@ -141,10 +141,10 @@ class Checks:
 
     @staticmethod
     def quorum(round: int, count: int, wanted: int, need: int) -> None:
-        """Raise an error if too few replies of a round are accepted (step 13).
+        """Raise an error if too few replies are accepted in a round (step 13).
 
         Raises:
-            RunStopped: too few replies are accepted. The state before the round is kept.
+            RunStopped: too few replies are accepted. The state from before the round is kept.
         """
         if count < need:
             raise RunStopped(
@@ -286,7 +286,7 @@ class Checks:
         return draft._replace(metrics=metrics)
 
     def _length(self, draft: _Draft) -> _Draft:
-        """Check the norms of the upload's fields, with the model taken as a difference from the download (step 11)."""
+        """Check the norms of the upload's fields, with the model as its difference from the download (step 11)."""
         if not isinstance(draft.value, Upload):
             return draft
         job, up, pending = self._job, draft.value.up, draft.pending
@@ -308,7 +308,7 @@ class Checks:
     def _check_ranges(self, up: object, pending: Pending) -> None:
         """Check that numbers that a client cannot choose freely are within their ranges (step 11).
 
-        If a channel changes the upload, the ranges are unknown and nothing is checked.
+        If a channel changes the upload, the ranges are unknown, so nothing is checked.
         """
         job = self._job
         assert job is not None

@@ -36,9 +36,9 @@ MAX_FLAG_DIGITS = 9000
 The limit for a field of a head is 10,000 characters.
 """
 MAX_FIGURES = 5000
-"""Maximum number of numbers in a message: metrics for every class, part and model."""
+"""Maximum number of values in a message: metrics for every class, part and model."""
 MAX_ARRAYS = 5
-"""Maximum number of arrays in a message."""
+"""Maximum number of arrays in one message."""
 HEAD_LIMIT = 1 << 20
 """Maximum number of bytes in the head of a message."""
 HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD = "head", "arrays", "metrics"
@@ -65,7 +65,7 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
     "unmask": {"session": bytes},
     "relay": {"session": bytes},
 }
-"""Further fields of a message from the server.
+"""Additional fields of a message from the server.
 
 ``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 for none.
 """
@@ -128,10 +128,10 @@ class Request(NamedTuple):
         kind: kind of the message.
         client: number of the site. None in a greeting, which asks for this number.
         arrays: encoded messages for the codec.
-        more: further fields of the head.
+        more: additional fields of the header.
         down: message that the client receives, for computing the norm of the difference.
         node: Flower's number for the node. The number is set when the message is sent.
-        round: round of the message, if it differs from the round of the other messages that are sent together.
+        round: round of the message, if it differs from the round of the other messages sent with it.
         read, most: see `Pending`.
     """
 
@@ -147,7 +147,7 @@ class Request(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Message that was sent to a site and whose reply is still expected.
+    """Message that was sent to a site and whose reply has not yet arrived.
 
     Attributes:
         kind: kind of the message.
@@ -156,7 +156,7 @@ class Pending(NamedTuple):
         node: Flower's number for the node.
         nonce: nonce of this message.
         down: message that the client received, for computing the norm of the difference.
-        read: function, provided by the caller, that decodes and checks the array of a secure aggregation step.
+        read: function, provided by the caller, that decodes and checks the array of a step of secure aggregation.
         most: maximum number of bytes in the entire reply.
     """
 
@@ -191,7 +191,7 @@ class Reply(NamedTuple):
 
 
 def digest_of(arrays: Sequence[bytes]) -> str:
-    """Return the SHA-256 of the arrays, each with its length, as hexadecimal digits."""
+    """Return the SHA-256 of the arrays, each preceded by its length, as hexadecimal digits."""
     digest = hashlib.sha256()
     for part in arrays:
         digest.update(len(part).to_bytes(8, "little"))
@@ -243,14 +243,14 @@ def unseal(
     limit: int,
     head_limit: int = HEAD_LIMIT,
 ) -> Envelope:
-    """Check the fields of a message, and return its content. No array is parsed.
+    """Check the fields of a message, and return its content. No array is parsed for this.
 
     Args:
         content: content of any message.
-        fields: additional fields of its head, keyed by kind.
-        status: fields of every head besides the common fields.
+        fields: additional fields of the message's header, keyed by kind.
+        status: fields of the head in addition to the common fields.
         limit: maximum number of bytes in the arrays.
-        head_limit: maximum number of bytes in the head.
+        head_limit: maximum number of bytes in the message's head.
 
     Raises:
         WireError: records, fields, types or sizes are not as expected. No other error is possible.
@@ -283,7 +283,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
-    """Return the encoded messages for the codec in a record. No message is parsed.
+    """Return the encoded messages that a record contains for the codec. No message is parsed for this.
 
     Args:
         record: record of any message.
@@ -309,7 +309,7 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
 def _metrics(content: RecordDict) -> dict[str, float]:
     """Return at most `MAX_FIGURES` numbers, keyed by names of limited length.
 
-    The values may be anything except lists.
+    Any values except lists are allowed.
     """
     record = content.get(METRICS_RECORD)
     if record is None:
@@ -323,7 +323,7 @@ def _metrics(content: RecordDict) -> dict[str, float]:
 
 
 def _size(value: object) -> int:
-    """Return the size of a value of a head in bytes, with one byte for each character."""
+    """Return the size in bytes of a value in a header, with one byte for each character."""
     if isinstance(value, list):
         return sum(map(_size, value)) + len(value)
     return len(value) if isinstance(value, str | bytes) else 8

@@ -20,7 +20,7 @@ from fedloom.errors import ConfigError
 from fedloom.storage.files import content_of
 
 NONCE_BYTES = 16
-"""Number of bytes of a nonce."""
+"""Length of a nonce in bytes."""
 
 
 def new_nonce() -> bytes:
@@ -45,7 +45,7 @@ def signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_line(private: bytes) -> str:
-    """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not a key."""
+    """Return the public key that belongs to a private key as an OpenSSH line, or "" if the bytes are not such a key."""
     try:
         key = load_ssh_private_key(private, None)
     except (ValueError, UnsupportedAlgorithm):

@@ -1,4 +1,4 @@
-"""Bounds on the norms of an upload's fields, at the server and the sites, and ranges of its single numbers."""
+"""Bounds on the norms of an upload's fields (at the server and at the sites), and ranges of its single numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RELATIVE_SLACK = 1 + 1e-4
 
 
 def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
-    """Compute the norms ``[m]`` of the fields of uploads, with the model taken as a difference from the download.
+    """Compute the norms ``[m]`` of uploads' fields, with the model represented by its change from the download.
 
     Fields with a single number, except the model, have ranges instead (`Algorithm.ranges`).
     """
@@ -40,11 +40,11 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
     Args:
         job: run.
         up: upload with finite fields ``[1, .]``.
-        down: message that the client received.
+        down: message that the client has received.
         bounds: maximum norm of the difference of a field, keyed by name. A field that is not listed has no bound.
 
     Returns:
-        The upload, and True if the norm of any field was too large.
+        The upload, and whether the norm of any field was too large.
     """
     fields, is_cut = up._asdict(), False
     for name, norm in lengths(job, up, down).items():
@@ -73,11 +73,11 @@ def _cut(row: Tensor, most: float) -> Tensor:
 
 
 def out_of_range(up: object, ranges: Mapping[str, tuple[object, object]]) -> Iterator[tuple[str, float, float, float]]:
-    """Yield the field, the number, and the range's minimum and maximum for every number that is outside its range.
+    """Yield the field, the value, and the minimum and maximum of the range, for every number that is outside its range.
 
     Args:
         up: upload of one client, with fields ``[1, .]``.
-        ranges: minimum and maximum of fields, each either one number or as many numbers as the field contains.
+        ranges: minimum and maximum of fields, each given as one number or as one number per entry of the field.
     """
     for name, limits in ranges.items():
         numbers = getattr(up, name).double().flatten()

@@ -3,7 +3,7 @@
 A server can craft a message whose answer depends on one sample. If the site then rejects the message, the rejection
 answers a question about this sample, and so does the wording of the rejection. An error message therefore leaves a site
 only if it was created in code that cannot read samples. `publish_reasons` marks such code. All other errors are written
-to the site's log.
+only to the site's log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def publish_reasons() -> Iterator[None]:
 def check_private() -> None:
     """Raise an error if samples are accessed in code whose error messages may leave the site.
 
-    Every access to the samples of a site begins with this call.
+    Every piece of code that accesses a site's samples begins with this call.
 
     Raises:
         RuntimeError: the call comes from code that `publish_reasons` marks.

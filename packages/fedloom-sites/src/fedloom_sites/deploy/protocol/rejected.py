@@ -16,7 +16,7 @@ class Rejected(FedloomError):
 
     Args:
         step: number of the check.
-        reason: sentence with the reason.
+        reason: sentence that states the reason.
     """
 
     def __init__(self, step: int, reason: str) -> None:
@@ -25,7 +25,7 @@ class Rejected(FedloomError):
 
 
 class LateReply(Rejected):
-    """Error: a valid reply to a message for which the server no longer waits."""
+    """Error: a valid reply to a message for whose answer the server no longer waits."""
 
     def __init__(self) -> None:
         super().__init__(1, "too late, its round continues without it")

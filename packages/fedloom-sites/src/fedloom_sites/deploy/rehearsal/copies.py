@@ -39,10 +39,10 @@ class StandIn:
     """Stand-in for another site in a session, which follows the protocol and sends zeros.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         key: signing key of the stand-in.
         trainer: trainer of the rehearsed site, which determines the weights of a sum.
-        sizes: numbers of samples that the stand-in reports.
+        sizes: numbers of samples that the stand-ins report.
         figures: metrics that the stand-in reports for its samples.
 
     Attributes:
@@ -87,10 +87,10 @@ class StandIn:
 
 
 class RehearsedSite:
-    """Site whose copies are attacked.
+    """Site whose copies the rehearsal attacks.
 
     Args:
-        site: settings of the site. Nothing in the site's folders is changed.
+        site: the site's settings. Nothing in the site's folders is changed.
         folder: folder for keys and state of the copies.
     """
 
@@ -133,11 +133,11 @@ class RehearsedSite:
     def rogue(
         self, client: Client | None = None, sizes: Mapping[int, Sequence[int]] | None = None, **settings: Any
     ) -> RogueServer:
-        """Return a dishonest server for a copy of the site and for stand-ins.
+        """Return a dishonest server for a copy of the site and for stand-ins of the other sites.
 
         Args:
-            client: the copy. None for a new copy.
-            sizes: numbers of samples of stand-ins, keyed by site number, if they differ from the site's numbers.
+            client: the copy. If None, a new copy is used.
+            sizes: numbers of samples of stand-ins, keyed by site number, if they differ from the site's own numbers.
             settings: see `copy`.
         """
         client = self.copy(**settings) if client is None else client
@@ -152,10 +152,10 @@ class RehearsedSite:
         return RogueServer(sites, client.trainer)
 
     def later_rogue(self, number: int, memory: Path) -> RogueServer:
-        """Return a server for one of several experiments on the same data, for which the site keeps a joint record.
+        """Return a server for one of several experiments on the same data, for which the site keeps a common record.
 
         Args:
-            number: number of the experiment. 0 for the experiment of the site's settings.
+            number: number of the experiment, which is 0 for the experiment of the site's settings.
             memory: folder of the site's memory.
         """
         return self.rogue(memory=memory, **self._experiment(number))

@@ -51,7 +51,7 @@ class Message(NamedTuple):
     Attributes:
         name: description of the fault in the message.
         kind: kind of the message.
-        head: fields of the head.
+        head: fields of the message's head.
         arrays: arrays of the message.
         drop: field of the head that is omitted.
     """
@@ -169,7 +169,7 @@ def _files_of(folder: Path) -> set[str]:
 
 
 def send_huge_message(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a message with more bytes than the site reads."""
+    """Return the outcome of sending a message with more bytes than the site reads."""
     limit = min(site.site.message_limit, 4 << 20)
     rogue = site.rogue(message_limit=limit)
     message = Message("huge", "train" if site.site.secure is None else "masked", {"round": 1}, [bytes(limit + 1)])
@@ -356,7 +356,7 @@ def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
 
 
 def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str, Any]]:
-    """Return a path for a crafted table, and a data source for a site that refers to this path."""
+    """Return the path of a crafted table, and a data source for a site that refers to this path."""
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
     if site.site.samples.table is None or not Path(str(source[key])).suffix:

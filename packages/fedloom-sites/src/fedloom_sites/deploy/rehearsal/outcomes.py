@@ -8,7 +8,7 @@ Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
 """Verdict on an attack.
 
 - stopped: a rule of the site stopped the attack.
-- remains: the agreement reveals this much, as documented.
+- remains: the attack reveals what the agreement is documented to reveal.
 - OPEN: the server learned something about this site that it should not learn.
 - not tried: the attack does not apply to this site.
 """
@@ -55,9 +55,9 @@ def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "no
 
     Args:
         is_open: True if the attack succeeded.
-        tried: description of the attack.
+        tried: description of what the attack tries.
         rule: rule that stops the attack.
-        learned: information that the server learned if the attack succeeded.
+        learned: what the server learned if the attack succeeded.
         nothing: information that the server learned if the attack failed.
     """
     if is_open:

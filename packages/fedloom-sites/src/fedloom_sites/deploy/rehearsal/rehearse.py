@@ -31,10 +31,10 @@ def rehearse(site: Site) -> Iterator[AttackRow]:
     Nothing in the site's folders changes, no connection is opened, and the copies are deleted at the end.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
 
     Yields:
-        A row for each attack. An attack that fails because of an error is reported with the verdict OPEN, because it
+        One row for each attack. An attack that fails because of an error is reported with the verdict OPEN, because it
         has not shown that the site is protected.
 
     Raises:

@@ -37,7 +37,7 @@ BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", st
 
 
 class AskedSite(Protocol):
-    """A site as the server sees it: public facts and replies."""
+    """A site as the server sees it: facts that are public, and replies."""
 
     site: Site
 
@@ -61,10 +61,10 @@ class RogueServer:
 
     Args:
         sites: sites in the order of their numbers.
-        trainer: trainer of a site, which provides the formats of messages.
+        trainer: a site's trainer, which provides the formats of messages.
 
     Attributes:
-        sizes: numbers of samples of each site, as claimed by the server.
+        sizes: number of samples of each site, as claimed by the server.
         refused: messages of all refusals so far.
     """
 
@@ -102,7 +102,7 @@ class RogueServer:
         return job.down(server, 1, self.trainer.ids), server
 
     def write(self, row: Tensor) -> bytes:
-        """Return a download whose first field is replaced by a given row."""
+        """Return a download in which the first field is replaced by a given row."""
         down, server = self.first_download()
         return self.trainer.forms.write_down(type(down)(row.reshape(down[0].shape).to(down[0]), *down[1:]), server)
 
@@ -154,7 +154,7 @@ class RogueSession:
         self.told = dict[int, dict[int, bytes]]()
 
     def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
-        """Ask a site for a step of the session, and return its answer or None (see `RogueServer.ask`)."""
+        """Ask a site for one step of the session, and return its answer or None (see `RogueServer.ask`)."""
         return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
 
     def vector(
@@ -203,8 +203,8 @@ class RogueSession:
 
         The shares of the counters are requested first.
 
-        With too few shares of the counters, the site is not asked for shares of the sum, because no site opens a sum
-        without them.
+        If there are too few shares of the counters, the site is not asked for shares of the sum, because no site opens
+        a sum without the counters.
         """
         listed = [*(survivors or self.vectors)]
         signed = secure.join_parts({s: self.vectors[s][:64] for s in listed})

@@ -27,20 +27,19 @@ QUESTION_COUNT, QUESTION_SECONDS = 24, 90.0
 BUDGET_SETTINGS: dict[str, Any] = {"models_per_round": 10**6, "models_in_run": 10**6}
 """Settings without a budget, for attacks that need more answers than an agreement allows."""
 READ_ERROR = 0.01
-"""Maximum relative error with which a sample is considered to have been read."""
+"""Maximum relative error with which a sample counts as read."""
 MOST_COMPARED = 2000
 """Number of samples that are compared with the candidates."""
 MEMORIZED_AUROC = 0.75
-"""Area under the ROC curve for guessing the training samples, from which on a model is considered to memorize them. 0.5
-is chance."""
+"""AUROC of guessing the training samples from which on a model is considered to memorize. 0.5 is chance."""
 MOST_TWINS = 8
-"""Maximum number of samples that are tried as replacements for the first sample."""
+"""Maximum number of samples that are tried in place of the first sample."""
 UNIT_SCALE = 1e-3
-"""Scale of crafted weights, which is so small that the loss is nearly the same for all samples."""
+"""Scale of crafted weights: so small that the loss is nearly the same for all samples."""
 
 
 class FirstLayer(NamedTuple):
-    """First linear layer of a model, and the layer after it.
+    """First linear layer of a model, with the layer after it.
 
     Attributes:
         weight, bias, following: names of parameters.
@@ -54,7 +53,7 @@ class FirstLayer(NamedTuple):
 
 
 def find_first_layer(job: Job, features: int) -> FirstLayer:
-    """Return the first linear layer of a model that begins with a linear layer.
+    """Return the first layer of a model that begins with a linear layer.
 
     Raises:
         Inapplicable: the model does not begin with a linear layer, or consists of a single layer.
@@ -83,7 +82,7 @@ def training_rows(client: Any, fed: Federation) -> Tensor:
 
 
 def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
-    """Return a model whose first layer sorts samples into bins along one direction, with one unit for each edge.
+    """Return a model whose first layer sorts samples into bins along one direction, with a unit for each edge.
 
     The gradients of two neighboring units differ by the samples between their edges, so a bin with one sample reveals
     the sample. (L. Fowl et al., "Robbing the fed", ICLR 2022.)
@@ -121,7 +120,7 @@ def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
 
 
 def count_read(candidates: Tensor, rows: Tensor) -> int:
-    """Return the number of samples that any candidate matches up to a relative error of `READ_ERROR`."""
+    """Return the number of samples that at least one candidate matches up to a relative error of `READ_ERROR`."""
     finite = candidates[candidates.isfinite().all(1)]
     if not len(finite):
         return 0
@@ -133,7 +132,7 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
     """Return the change of the model ``[d]`` in an upload or a sum of uploads.
 
     Raises:
-        Inapplicable: uploads of the method are not changes of the model.
+        Inapplicable: the method's uploads are not changes of the model.
     """
     for name, kind in job.fields.items():
         field = fields.get(name)
@@ -175,7 +174,7 @@ def protection_of(site: RehearsedSite) -> str:
 
 
 def read_single_upload(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of an attack on the upload of this site alone."""
+    """Return the outcome of an attack on this site's upload alone."""
     rogue, c = site.rogue(), site.client
     tried = "the upload of this site alone, and its masked numbers in two sessions"
     upload = rogue.ask(c, "train", rogue.download(), round=1, weight=1 / site.clients, scored=-1)
@@ -255,7 +254,7 @@ def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
 def change_first_sample(site: RehearsedSite) -> Federation:
     """Return the site's samples with a different first sample, but with the same published facts.
 
-    The other sample has the largest value of each feature. If this changes a published fact, the other sample is a copy
+    The other sample has the largest value in each feature. If this changes a published fact, the other sample is a copy
     of another sample of the site.
 
     Raises:
@@ -312,7 +311,7 @@ def _see_answer(site: RehearsedSite, rogue: RogueServer, download: bytes) -> tup
 def ask_upload(site: RehearsedSite, rogue: RogueServer, t: int, download: bytes) -> int:
     """Ask the site alone for its upload of a round, and return the upload's number of bytes, or 0 without an upload.
 
-    The upload is masked if masks are agreed on.
+    If masks are agreed on, the upload is masked.
     """
     c = site.client
     if site.site.secure is None:

@@ -26,8 +26,8 @@ from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Secure
 HEAVY_SHARES = (0.81, 0.9, 0.99)
 """Shares of the weight that the server claims for the site."""
 SERIES_SECONDS = 120.0
-"""Time in seconds after which a series of sums ends. It was chosen so that a person can wait for the end of a
-rehearsal."""
+"""Time in seconds after which a series of sums ends. The number was chosen so that a person can wait for a rehearsal to
+end."""
 NOT_SUMS = "uploads leave this site without masks. See the row on single uploads"
 
 
@@ -35,7 +35,7 @@ def agreed_of(site: RehearsedSite) -> Secure:
     """Return the agreed settings of secure sums.
 
     Raises:
-        Inapplicable: secure sums are not agreed on.
+        Inapplicable: the agreement does not include secure sums.
     """
     if site.site.secure is None:
         raise Inapplicable(NOT_SUMS)
@@ -60,12 +60,12 @@ def play_session(
         site: the rehearsed site.
         rogue: the server.
         t: round.
-        download: model from which the sites start their training. None if only scores are requested.
+        download: model from which the sites start to train. None if only scores are requested.
         models: models to be scored.
         clients: sites that receive requests. None for all.
-        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors really
-            arrived.
-        more: further fields of the terms.
+        survivors: sites whose vectors have arrived, as claimed by the server. None for the sites whose vectors have
+            actually arrived.
+        more: additional fields of the terms.
     """
     cohort = sorted(range(site.clients) if clients is None else clients)
     more |= {} if download is not None else {"scored": t, "common": True}
@@ -86,7 +86,7 @@ def play_session(
 
 
 def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
-    """Give the stand-ins' vectors the same length as a site's vector."""
+    """Make the stand-ins' vectors as long as the site's vector."""
     end = COUNTERS_BYTES if session.has_counters else 0
     for other in rogue.sites:
         if isinstance(other, StandIn):
@@ -94,7 +94,7 @@ def resize_stand_ins(rogue: RogueServer, session: RogueSession, c: int) -> None:
 
 
 def confirm(session: RogueSession, survivors: Collection[int]) -> None:
-    """Ask some sites to sign that the sum covers only these sites."""
+    """Ask the given sites to sign that the sum covers only them."""
     listed = secure.join_parts(dict.fromkeys(sorted(survivors), b""))
     for c in survivors:
         signature = session.ask(c, "agree", listed) if c in session.vectors else None
@@ -173,7 +173,7 @@ def isolate_by_drop_outs(site: RehearsedSite) -> AttackOutcome:
 
 
 def dominate_sum(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums (of uploads and of scores) in which this site has almost all of the weight."""
+    """Return the outcome of sums (of uploads and of scores) in which this site has nearly all of the weight."""
     agreed, learned_sums = agreed_of(site), list[float]()
     count = sum(site.sizes)
     for share in HEAVY_SHARES:
@@ -203,7 +203,7 @@ def dominate_sum(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_model(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of requesting the same model again in the next round, without this site."""
+    """Return the outcome if the same model is requested again in the next round, without this site."""
     agreed_of(site)
     rogue, learned_sums = site.rogue(), list[str]()
     if rogue.trainer.rounds < 2:
@@ -226,12 +226,12 @@ def repeat_model(site: RehearsedSite) -> AttackOutcome:
 def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int]]) -> list[Row]:
     """Request sums of these sites' uploads, one after the other, on very similar models, and return the opened sums.
 
-    If the experiment runs out of rounds, the server restarts it on the same data.
+    If the experiment runs out of rounds, the server starts it again on the same data.
 
     Args:
         site: the rehearsed site.
         name: name of the folder with the site's memory.
-        cohorts: sites of each sum.
+        cohorts: sites in each sum.
 
     Returns:
         The opened sums.
@@ -269,7 +269,7 @@ def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
 
 
 def leave_one_by_one(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of sums that each leave out a different site, so that together they isolate this site."""
+    """Return the outcome of sums that each leave out one other site, so that together they isolate this site."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone, *([c for c in everyone if c != absent] for absent in site.other_clients)]
     is_alone = (("uploads", site.client),) in find_isolated(open_series(site, "leaving", cohorts), agreed.threshold)

@@ -9,7 +9,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedloom.errors import WireError
-from fedloom_sites.deploy.relay import signed_vector
+from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure import shares
 from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES, read_counters
@@ -86,7 +86,7 @@ def read_vector(
         sent = b"" if bound is None else read_counters(message[end + signed :], bound, public)
         part = b""
         if relayed is not None:
-            text_of_vector = signed_vector(relayed, message[SIGNATURE_BYTES:end])
+            text_of_vector = encode_vector_statement(relayed, message[SIGNATURE_BYTES:end])
             part = read_signature(message[end : end + signed], text_of_vector, public) + message[SIGNATURE_BYTES:end]
         return read_signature(message[:SIGNATURE_BYTES], text, public), vector, sent, part
     if message.startswith(ACCUSATION_PREFIX):
@@ -95,7 +95,7 @@ def read_vector(
 
 
 def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> bytes:
-    """Verify a site's signature on the list of sites in a sum, and return it.
+    """Verify a site's signature on the list of sites in a sum, and return the signature.
 
     Raises:
         WireError: the signature does not belong to this sum.
@@ -111,7 +111,7 @@ def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
     """Read the shares of the sites' secrets that a site sends, keyed by the owner of each secret.
 
     Raises:
-        WireError: the bytes are not shares of these owners' secrets.
+        WireError: the bytes do not encode shares of these owners' secrets.
     """
     parts = secure.split_parts(message, secure.KEY_BYTES)
     if set(parts) != set(owners):

@@ -3,11 +3,11 @@
 Models of consecutive rounds hardly differ, and a malicious server can even send identical models. Two sums that differ
 by only one site therefore reveal the upload of this site. For this reason, all sums cover the same sites. If a site is
 absent, the other sites sign a sum without it (`protocol.statement`), and later a sum that includes it again. Each such
-change reveals one difference of that site's uploads. Every site therefore counts the changes of every other site. Once
-a site has used up the agreed number of changes, the other sites refuse to sign any sum that would be another change of
-this site, and no site opens a sum with too few signatures. The uploads of sites that have changed are assumed to be
-known to the server. Every sum must therefore contain enough sites that have never changed: any combination of sums that
-a server computes contains either all of these sites or none of them. A site is also recorded as changed if its weight
+change reveals one difference between that site's uploads. Every site therefore counts the changes of every other site.
+Once a site has used up the agreed number of changes, the other sites refuse to sign any sum that would be another
+change of this site, and no site opens a sum with too few signatures. The uploads of sites that have changed are assumed
+to be known to the server. Every sum must therefore contain enough sites that have never changed: any combination of
+sums that a server computes contains either all of these sites or none. A site is also recorded as changed if its weight
 changes relative to the other sites' weights, because two sums of the same sites with different weights reveal just as
 much. The same holds for a site that answers from another state than the other sites: an upload that is a difference
 from the state, such as SCAFFOLD's, is then large at this site alone.
@@ -73,7 +73,7 @@ class Changes(NamedTuple):
 
     @property
     def sites(self) -> list[str]:
-        """Sites in the latest sum. Empty before the first sum."""
+        """The sites in the latest sum. Empty before the first sum."""
         return [*self.record.get("sites", ())]
 
     def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
@@ -82,7 +82,7 @@ class Changes(NamedTuple):
         A site that answers from another state than most differs from the sum before, and from the sum after.
 
         Args:
-            sites: sites in the new sum.
+            sites: the sites in the new sum.
             weights: weights of these sites.
             states: states of these sites.
         """
@@ -96,7 +96,7 @@ class Changes(NamedTuple):
         return changed | (moved & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
-        """Return those of the given sites that may not leave or return again."""
+        """Return which of the given sites may not leave or return again."""
         used = self.record.get("changes", {})
         return sorted(c for c in sites if self.record.get("lost") or used.get(c, 0) >= self.limit)
 
@@ -104,13 +104,12 @@ class Changes(NamedTuple):
         """Return the updated record after a sum.
 
         Args:
-            sites: sites in the new sum.
+            sites: the sites in the new sum.
             weights: weights of these sites.
             states: states of these sites.
 
         Raises:
-            Broken: the sum would be one change too many for a site, or it contains too few sites that have never
-                changed.
+            Broken: the sum would be one change too many for a site, or contains too few sites that have never changed.
         """
         changed = self.changed(sites, weights, states)
         if over := self.exhausted(changed):
@@ -158,7 +157,7 @@ class Changes(NamedTuple):
         return states
 
     def _find_moved_sites(self, states: States) -> set[str]:
-        """Return the sites that answer from other states than most sites of the newest sum of uploads.
+        """Return the sites that answer from a state that differs from that of most sites in the newest sum of uploads.
 
         If the server accepted the newest sum of the experiment, all its sites answer from the state of its round,
         otherwise from the state before. In the first sum of an experiment, the sites of the newest sum answer from the
@@ -173,10 +172,10 @@ class Changes(NamedTuple):
 
 
 def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> set[str]:
-    """Return the sites whose weight changed by a different factor than the weights of the largest group of sites.
+    """Return the sites whose weight changed by a factor that differs from that of the largest group of sites.
 
     Args:
-        before: weights of each site in the first sum, one weight per kind of field.
+        before: weights of each site in the first sum, one for each kind of field.
         now: weights of each site in the second sum.
     """
     common, changed = sorted({*before} & {*now}), set[str]()

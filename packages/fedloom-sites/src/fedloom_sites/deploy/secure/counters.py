@@ -1,10 +1,10 @@
 """Counters: small integers from every site, whose total each site checks before it opens the sum of the vectors.
 
-A site sends its counters with its vector, under separate masks. The server first requests the shares that unmask the
-counters, and then sends all sites the masked counters together with these shares. Each site thus computes the sum of
-the counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters permit it.
-Both sums cover the same list of sites. Sites may still drop out, as long as at least the threshold number of sites
-answers.
+A site sends its counters together with its vector, but under separate masks. The server first requests the shares that
+unmask the counters, and then sends all sites the masked counters together with these shares. Each site thus computes
+the sum of the counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters
+permit it. Both sums cover the same sites. Sites may still drop out, as long as at least as many sites answer as the
+threshold requires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AnswerCounts(NamedTuple):
     """Totals of the counters over all sites in a sum.
 
     Attributes:
-        answered: number of sites that answered from their samples.
+        answered: number of sites whose answers were computed from their samples.
         neutral: number of sites that have samples and sent a neutral upload.
         silent: number of sites that have samples and sent zeros for a question or for scores.
     """
@@ -68,7 +68,7 @@ def read_counters(message: bytes, bound: bytes, public: Ed25519PublicKey) -> byt
     """Verify the signature on a site's counter message, and return the message.
 
     Raises:
-        WireError: the message has the wrong length, or the site has not signed it.
+        WireError: the message has the wrong length, or was not signed by the site.
     """
     if len(message) != COUNTERS_BYTES:
         raise WireError(f"masked counters and their signature must have {COUNTERS_BYTES} bytes, got {len(message)}")
@@ -111,7 +111,7 @@ def open_counters(
 def check_enough(counts: AnswerCounts, threshold: int) -> None:
     """Raise an error, so that the sum stays closed, if too few sites contribute to it or any site is silent.
 
-    The question of the next step may be almost the same. The sum of its answers, minus a sum that lacks a silent site,
+    The question of the next step may be almost the same. The sum of its answers, minus a sum without a silent site,
     would then reveal the answer of that site.
 
     Raises:

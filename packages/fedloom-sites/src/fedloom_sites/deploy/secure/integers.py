@@ -20,7 +20,7 @@ The sum of 100 numbers or changes stays below 2^58 steps, so no sum wraps around
 def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
     """Convert numbers ``[D]`` to integer multiples of the resolution, and return how many were clipped.
 
-    Numbers outside the range are clipped to its limits.
+    Numbers outside the range are clipped to its ends.
 
     A NaN becomes zero and is counted as clipped, because an error would tell the server that a NaN occurred.
     """

@@ -1,9 +1,9 @@
 """The site's side of secure aggregation, which masks the site's vectors.
 
 A site keeps only the secrets of the latest session, on its own disk, in a folder that only its owner can read. The site
-deletes the secrets when it sends its answer to the last step. A repeated message receives the same answer. A different
-message for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged
-session file ends its session, but has no other effect.
+deletes the secrets when it sends its answer to the last step. If a message is repeated, the answer is the same. A
+different message for the same step is rejected, because two vectors under the same mask reveal their difference. A
+damaged session file ends its session, but has no other effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedloom.schedule import Stream
 from fedloom_sites.deploy.noise import MIN_NOISE_STEPS, released
 from fedloom_sites.deploy.protocol.envelope import Kind
 from fedloom_sites.deploy.protocol.identity import verifying_key
-from fedloom_sites.deploy.relay import signed_vector
+from fedloom_sites.deploy.relay import encode_vector_statement
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
@@ -140,7 +140,7 @@ class SessionMember:
         return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return shares of this site's secrets, sealed for every other site that advertised keys (step 2)."""
+        """Return shares of this site's secrets, each sealed for another site that advertised keys (step 2)."""
         record = self._session(round, nonce, "shares")
         self._store_once(record, "adverts", message.hex())
         if "shares" not in record:
@@ -246,7 +246,7 @@ class SessionMember:
             counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, counts)
         numbers = sent.astype("<u8", copy=False).tobytes()
         relayed = "link" in record and "uploads" in record["sums"]
-        vector_signature = self._key.sign(signed_vector(bound, numbers)) if relayed else b""
+        vector_signature = self._key.sign(encode_vector_statement(bound, numbers)) if relayed else b""
         return b"".join((signature, numbers, vector_signature, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
@@ -273,10 +273,10 @@ class SessionMember:
         return self._key.sign(secure.statement(self._bound(record), arrived))
 
     def count(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return the shares that unmask the counters, before step 5 of a session with counters.
+        """Return the shares that unmask the counters (in a session with counters, before step 5).
 
         The site first records which sites the sum covers. From then on, the site opens no other sum of this round, so
-        the counters cover exactly this list of sites.
+        that the counters cover exactly this list of sites.
         """
         record = self._session(round, nonce, "count")
         if not record["counters"]:
@@ -301,8 +301,8 @@ class SessionMember:
             openers: shares that unmask the counters, keyed by the site that sent them.
 
         Raises:
-            Broken: the sum may not be opened. In a session with counters, this includes a sum in which too few sites
-                answered from their samples.
+            Broken: opening the sum is not allowed. In a session with counters, this includes a sum in which too few
+                sites answered from their samples.
         """
         record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE_BYTES)
@@ -324,10 +324,10 @@ class SessionMember:
     def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
         """Record that a sum is opened, and return its sites.
 
-        `signed` lists every site in the sum with its signature, or with zeros if the site has not signed.
+        `signed` lists every site in the sum, each with its signature, or with zeros if the site has not signed.
 
         Raises:
-            Broken: the sum may not be opened.
+            Broken: opening the sum is not allowed.
         """
         arrived = self._arrived(record, signed)
         if not {record.get("arrived"), record.get("survivors")} <= {None, _listed(signed)}:
@@ -371,7 +371,7 @@ class SessionMember:
 
     @property
     def agreed(self) -> Secure:
-        """Settings of secure aggregation that all sites have agreed on."""
+        """Settings of secure aggregation on which all sites have agreed."""
         return self._agreed
 
     @property
@@ -383,7 +383,7 @@ class SessionMember:
         """Check that a sum may be opened, and return its sites.
 
         Raises:
-            Broken: the sum may not be opened.
+            Broken: opening the sum is not allowed.
         """
         if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
             raise Broken(
@@ -449,7 +449,7 @@ class SessionMember:
 
 @lru_cache(maxsize=1)
 def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
-    """Rebuild a session from its stored advertisements."""
+    """Rebuild a session from the advertisements that were stored."""
     return secure.session_of(name, threshold, _adverts(bytes.fromhex(adverts)))
 
 
@@ -471,7 +471,7 @@ def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]]
 
 
 def _list_held_shares(record: dict[str, Any]) -> dict[int, bytes]:
-    """Return the shares of the sites' secrets that this site holds, keyed by the owner of the secret."""
+    """Return the shares of the sites' secrets that this site holds, keyed by the secret's owner."""
     return {int(c): bytes.fromhex(part) for c, part in record["held"].items()}
 
 

@@ -4,9 +4,9 @@ There is one record per site and data set, and the data set is identified by its
 across experiments, snapshots of the rows, and keys.
 
 Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
-models are requested again in a different round or experiment, the sites and states must either be the same or differ in
-so many sites that the difference is itself a sum of enough sites. Different models may be almost the same, so sums over
-them must also cover the same sites with the same weights (see `fedloom_sites.deploy.secure.changes`).
+models are requested again in a different round or experiment, the sites and states must either be the same, or differ
+in so many sites that the difference is itself a sum over enough sites. Different models may be almost the same, so sums
+over them must also cover the same sites with the same weights (see `fedloom_sites.deploy.secure.changes`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
-"""Ending of the name of the file in which a site records each step of an analysis before it answers that step."""
+"""Ending of the name of the file in which a site records each step of an analysis before it answers it."""
 ANALYSES_ENTRY = "analyses"
-"""Key of the entry that applies to every analysis without an entry of its own."""
+"""Key of the entry that applies to every analysis that has no entry of its own."""
 
 
 class OpenedSums:
@@ -45,7 +45,7 @@ class OpenedSums:
         names: names of the sites, in the order of their numbers. A site without a name is identified by its number.
         changes: maximum number of times that a site may leave the sums or return to them (see `Changes`).
         steady: minimum number of sites in a sum that have never changed (see `Changes`).
-        own: number of this site. None if the site may have another name in every experiment.
+        own: number of this site. None if the site may have a different name in every experiment.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class OpenedSums:
 
         Args:
             name: name of the new session.
-            before: name of the previous session, as hexadecimal digits.
+            before: name of the previous session, in hexadecimal digits.
 
         Raises:
             Broken: the new session has already ended.
@@ -126,8 +126,8 @@ class OpenedSums:
                 none.
             bases: round of the state from which each site in the sum answers, keyed by the site's number.
             threshold: minimum number of sites in a sum.
-            question: question that the sum answers, or an empty string if the session has no question. For a question,
-                the round is the number of its step, and all steps cover the same sites.
+            question: question that the sum answers, or an empty string if the session has none. For a question, the
+                round is the number of its step, and all steps cover the same sites.
             weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis, and then
                 by the site's number. All weights of a site are zero if its contribution is already known. None if the
                 sum contains noise and may therefore cover any sites.
@@ -205,10 +205,10 @@ class OpenedSums:
         }
 
     def _check_name(self, record: Mapping[str, Any]) -> None:
-        """Raise if this site took part in sums over the data under another name, whose changes are counted apart.
+        """Raise an error if this site took part in earlier sums over the data under a different name.
 
         Raises:
-            Broken: the site has another name in this agreement.
+            Broken: the site has a different name in this agreement.
         """
         if record.get("own", self._own) != self._own:
             raise Broken(
@@ -243,12 +243,12 @@ class OpenedSums:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, Any]]:
-        """Yield the record while holding its lock.
+        """Yield the record while its lock is held.
 
         All of the site's processes that run experiments on the same data share the record.
 
         If the record is missing or damaged although the site has given shares for a sum, it is unknown which sites that
-        sum covered. In that case, the next sum fixes the sites, and from then on no site may leave or return.
+        sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
         """
         had_folder = self._memory.is_dir()
         with lock_folder(self._memory):
@@ -271,7 +271,7 @@ class OpenedSums:
 
         If there is no such part, all rounds up to the newest round are treated as summed.
 
-        The newest round is taken from the existing states, and from the sessions for which the site gave shares
+        The newest round is determined from the existing states, and from the sessions in which the site sent shares
         according to its log of sent data. All steps of analyses are then treated as summed as well, unless complete
         records show that the site has not answered any step. A site records a step before it masks a vector, and gives
         no shares for a sum without its own vector.
@@ -292,7 +292,7 @@ class OpenedSums:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process works on a folder's files, and create the folder if it is missing.
+    """Wait until no other process uses a folder's files, and create the folder if it is missing.
 
     Raises:
         RunDirError: the disk does not support file locks.
@@ -318,7 +318,7 @@ def has_used_turns(record: Mapping[str, Any], limit: int) -> bool:
 
 
 def _summed_rounds(folder: Path) -> list[int]:
-    """Return the rounds of an experiment for which a site gave shares, according to its log of sent data."""
+    """Return the rounds of an experiment for which a site provided shares, according to its log of sent data."""
     return [
         line["round"]
         for line in lines_of(folder / SENT_FILE)

@@ -1,8 +1,8 @@
 """Requested sums, stored on the server's disk so that each sum is revealed for only one set of sites.
 
 The server repeats its request for a sum, in the same session and to all connected sites in the sum, until enough sites
-have given their shares. The server then keeps only the sum and sends no more requests. A damaged file is treated as
-missing.
+have given their shares. The server then keeps only the sum and sends no more requests. A damaged file is treated as if
+it were missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedloom_sites.deploy.secure.protocol import Integers
 
 UNMASKED_FILE = "unmasked.json"
 BYTES_FIELDS = ("signed", "counters", "shown")
-"""Fields that contain bytes for each client."""
+"""Fields that contain a bytes value for each client."""
 
 
 class PendingSum(NamedTuple):
@@ -32,7 +32,7 @@ class PendingSum(NamedTuple):
     Attributes:
         round: round of the session.
         nonce: nonce of the session.
-        adverts: encoded advertisements of the sites in the session.
+        adverts: encoded advertisements of the session's sites.
         question: digest of the request to the sites.
         shared: sites that share masks with each other.
         clients: sites whose vectors have arrived and are part of the sum.
@@ -41,10 +41,10 @@ class PendingSum(NamedTuple):
         models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
         total: sum of the vectors, masked until the sum is revealed.
         attempts: number of times the sum has been requested.
-        told: True if the masks have been removed from the sum.
+        told: True if the masks have already been removed from the sum.
         counters: masked counters keyed by client, if the sites check the total of the counters before they open this
             sum.
-        shown: shares that unmask the counters, keyed by the site that gave them. Empty until the sites have given these
+        shown: shares that unmask the counters, keyed by the site that sent them. Empty until the sites have sent these
             shares.
         link: link of the chain that the session's name contains, if sites verify the sums.
     """

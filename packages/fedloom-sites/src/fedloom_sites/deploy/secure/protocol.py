@@ -7,24 +7,23 @@ out along the way.
 
 1. Every site generates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
    and a commitment to the seed.
-2. Every site splits its seed and its masking key into Shamir shares, of which any ``threshold`` restore the secrets. It
+2. Every site splits its seed and its masking key into Shamir shares, any ``threshold`` of which restore the secrets. It
    encrypts one share of each secret for every other site, and signs each of these messages, so that no other site can
    have forged a bad share.
 3. Every site adds to its vector a mask derived from its own seed, and for every other site a mask derived from the key
    that the two sites share. The two sites add this pairwise mask with opposite signs. Numbers are integers modulo 2^64
    (see `integers`), so a masked vector is uniformly distributed regardless of its content. The masks depend on the
    entire request to the sites and on the list of sites that shared secrets (see `bound_to`), so masks cancel only
-   between sites that received the same request and list. Along with its vector, a site signs that the sum may cover all
-   sites that shared secrets (see `statement`).
-4. If a vector is missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
-   list.
+   between sites that received the same request and list. Together with its vector, a site signs that the sum may cover
+   all sites that shared secrets (see `statement`). 4. If a vector is missing, the sites sign the list of the sites
+   whose vectors arrived. Each site signs only one such list.
 5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the other
    sites. They never reveal shares of both secrets of the same site, and reveal shares only for a list that
    ``threshold`` sites have signed. With these shares, the server removes the masks from the sum. Each site has
    committed to both of its secrets, so wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
 
-Two different lists can both be opened only if ``threshold`` sites have signed each of them. An honest site that has
-signed a list in step 4 opens no other list. Opening both lists therefore takes T - c honest sites for each of them,
+Two different lists can both be opened only if ``threshold`` sites have signed each of them. After an honest site has
+signed a list in step 4, it opens no other list. Opening both lists therefore takes T - c honest sites for each of them,
 which is possible only if 2 T <= n + c.
 
 Masks are ChaCha20 streams with 256-bit keys derived by HKDF-SHA256. Shares are encrypted with AES-256-GCM. The sender
@@ -67,11 +66,11 @@ Integers = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Broken(Refused):
-    """Error: a step of the protocol cannot be carried out. The message reveals nothing about the summed numbers."""
+    """Error: a step of the protocol cannot be carried out. The message reveals nothing about the numbers in the sum."""
 
 
 class Secrets(NamedTuple):
-    """Secrets that a site generates for one session.
+    """Secrets that a site creates for a single session.
 
     Attributes:
         sealing, masking: private keys for encrypting the site's shares and for its masks.
@@ -85,7 +84,7 @@ class Secrets(NamedTuple):
 
 
 class Advert(NamedTuple):
-    """A site's signed public keys in a session, and commitments to its seeds."""
+    """A site's signed public keys in a session, and the commitments to its seeds."""
 
     client: int
     sealing: bytes
@@ -101,9 +100,9 @@ class Session:
 
     Attributes:
         name: 32 bytes. Never used twice.
-        threshold: number of sites needed to unmask anything, at least `min_threshold` of all sites.
-        adverts: advertisements keyed by client, in ascending order. A site's position in this order is also the index
-            of its Shamir shares.
+        threshold: number of sites needed to unmask anything, at least a fraction `min_threshold` of all sites.
+        adverts: advertisements keyed by client, in ascending order. The index of a site's Shamir shares is its position
+            in this order.
     """
 
     name: bytes
@@ -171,11 +170,11 @@ def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519Private
 
 
 def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int, Ed25519PublicKey]) -> None:
-    """Check that every advertisement comes from its site and belongs to this session.
+    """Check that every advertisement was sent by its site and belongs to this session.
 
     Raises:
         Broken: an advertisement is forged, belongs to a different session or an unknown client, repeats a client or a
-            key, or contains a key with which no site has a common secret.
+            key, or contains a key with which no site can compute a common secret.
     """
     if len({a.client for a in adverts}) != len(adverts):
         raise Broken("the keys of one site are advertised twice")
@@ -251,7 +250,7 @@ def check_statement(
     Args:
         session: agreed session.
         bound: see `bound_to`.
-        signed: signature of each site in the sum, or zeros if its signature is missing.
+        signed: signature of each site in the sum, or zeros if the signature is missing.
         keys: verification keys of all sites.
 
     Raises:
@@ -341,7 +340,7 @@ def split_parts(message: bytes, width: int) -> dict[int, bytes]:
     """Split a message into parts of ``width`` bytes, keyed by client.
 
     Raises:
-        WireError: the bytes are not a valid list of parts.
+        WireError: the bytes do not encode a valid list of parts.
     """
     step = 4 + width
     if len(message) % step or len(message) > MAX_SITES * step:

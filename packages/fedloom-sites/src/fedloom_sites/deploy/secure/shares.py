@@ -1,10 +1,10 @@
 """Secret sharing among the sites, and proof of which site has violated the protocol.
 
-Every sealed share carries the signature of its sender, which proves that the sender is to blame if the share cannot be
+Every sealed share carries its sender's signature, which proves that the sender is to blame if the share cannot be
 decrypted. The receiver accuses the sender, which must then open its message by revealing the private key that it
-generated for this one message. A sender that refuses is excluded. A sender that opens its message reveals one share,
-and only to the accusing receiver. An accusing receiver reveals nothing, so neither a server nor a site gains anything
-from a false accusation.
+generated for this one message. A sender that refuses is excluded. A sender that opens its message reveals only one
+share, and only to the accusing receiver. An accusing receiver reveals nothing, so neither a server nor a site gains
+anything from a false accusation.
 
 The commitments to the secrets expose wrong shares: a subset with a wrong share gives a secret that does not match the
 commitment, so other subsets of the shares are tried for the same fixed set of uploads.
@@ -41,7 +41,7 @@ _HALF_KEY_BITS = 8 * _HALF_KEY_BYTES
 FIELD_POLYNOMIAL = (1 << 128) | 0x87
 """Reduction polynomial of Shamir's scheme in PyCryptodome: x^128 + x^7 + x^2 + x + 1.
 
-PyCryptodome provides the secret sharing, but no arithmetic in this field.
+PyCryptodome provides secret sharing, but no arithmetic in this field.
 """
 SEALED_SHARE_BYTES = KEY_BYTES + SHARE_NONCE_BYTES + 3 * KEY_BYTES + 16 + SIGNATURE_BYTES
 """Length in bytes of a sealed share: a public key, a nonce, three shares with AES-GCM's tag, and a signature."""
@@ -56,7 +56,7 @@ class Unreadable(Broken):
 def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> dict[int, bytes]:
     """Return one share of this site's seeds and masking key for every site in the session.
 
-    All shares are sealed except this site's own.
+    All shares are sealed, except those for this site itself.
     """
     n, shares = len(session.adverts), [b""] * len(session.adverts)
     all_secrets = secrets.seed + secrets.masking + secrets.counting
@@ -79,7 +79,7 @@ def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: byt
 def one_time_key(session: Session, secrets: Secrets, to: int) -> bytes:
     """Derive the private key that a site uses to seal its share for one other site.
 
-    The key opens no other share.
+    The key does not open any other share.
     """
     return derived(secrets.sealing, session.digest, b"share for" + to.to_bytes(4, "little"))
 
@@ -99,7 +99,7 @@ def open_share(
 
     Raises:
         Broken: the sender did not make the share for this site with this session's keys.
-        Unreadable: the sender made the share, but it cannot be decrypted.
+        Unreadable: the share was made by its sender, but cannot be decrypted.
     """
     if not is_signed(session, sender, client, sealed, public):
         raise Broken(f"the share of client {sender} was not made with the keys of this session")
@@ -147,7 +147,7 @@ def _way(session: Session, common: bytes, sender: int, to: int) -> bytes:
 def reveal_shares(
     shares: Mapping[int, bytes], survivors: Collection[int], *, of_counters: bool = False
 ) -> dict[int, bytes]:
-    """Return one share per site: of its seed if its vector arrived, otherwise of its masking key.
+    """Return one share for each site: of its seed if its vector arrived, otherwise of its masking key.
 
     Args:
         shares: for every site, the concatenated shares of its three secrets.
@@ -163,8 +163,8 @@ def reveal_shares(
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
     """Combine a threshold of shares, given as ``(index, share)``, into the secret, like `Shamir.combine`.
 
-    Each half of the secret is a weighted sum of the shares, times a factor. `_weights` computes the weights and the
-    factor, which depend only on the indices.
+    Each half of the secret is a weighted sum of the shares, multiplied by a factor. `_weights` computes the weights and
+    the factor, which depend only on the indices.
     """
     (weights, factor), halves = _weights(tuple(k for k, _ in parts)), [0, 0]
     for weight, (_, both) in zip(weights, parts, strict=True):
@@ -176,7 +176,7 @@ def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
 def multiply(a: int, b: int) -> int:
     """Multiply two elements of GF(2^128), taking one step per bit of ``a``.
 
-    The bits of an integer are the coefficients of a polynomial.
+    The bits of an integer represent the coefficients of a polynomial.
     """
     product = 0
     while a:
@@ -197,11 +197,11 @@ def invert(a: int) -> int:
 
 @lru_cache(maxsize=2 * MAX_SUBSETS)
 def _weights(places: tuple[int, ...]) -> tuple[list[int], int]:
-    """Compute the weights of the shares with these indices, and the factor of their weighted sum.
+    """Compute the weights of the shares with these indices, and the factor of the weighted sum.
 
-    The weights are the Lagrange polynomials at 0, and the factor is one. If it takes fewer bits, the weights are
-    instead these polynomials times all differences of the indices, and the factor is the inverse of this product. Fewer
-    bits save time, because a multiplication takes one step per bit.
+    The weights are the Lagrange polynomials at 0, and the factor is one. If this takes fewer bits, the weights are
+    instead these polynomials multiplied by all differences of the indices, and the factor is the inverse of this
+    product. Fewer bits save time, because a multiplication takes a step for each bit.
     """
     weights = []
     for k in places:
@@ -318,7 +318,7 @@ def restored(
 
 
 def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield at most `MAX_SUBSETS` subsets of a given size: cyclic windows of the list, then random subsets."""
+    """Yield at most `MAX_SUBSETS` subsets of a given size: first cyclic windows of the list, then random subsets."""
     m = len(clients)
     if m < size:
         return

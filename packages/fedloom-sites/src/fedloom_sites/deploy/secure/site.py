@@ -38,11 +38,11 @@ class MaskedAnswers:
     """Answers of a site under secure aggregation.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         key: the site's signing key.
         trainer: object that trains and scores models at the site.
         folder: folder with the site's state in this experiment.
-        budget: record of the models for which the site has answered requests.
+        budget: record of the models for which the site has already answered requests.
     """
 
     def __init__(self, site: Site, key: Ed25519PrivateKey, trainer: Trainer, folder: Path, budget: AskedModels) -> None:
@@ -142,7 +142,7 @@ class MaskedAnswers:
                 raise Broken(f"the terms belong to round {terms.round}, but the message belongs to round {t}")
             check_terms(terms, client, sizes, figures, self._site.clients, head["accepted"])
             if self._agreed.verify:
-                download, models = self._replay.own_messages(terms, download, models)
+                download, models = self._replay.compute_messages(terms, download, models)
             else:
                 check_models(terms, download, models)
         weights_of_all = terms.weights(self._weighed(terms))
@@ -184,7 +184,7 @@ class MaskedAnswers:
     ) -> tuple[Integers, tuple[int, ...]]:
         """Return the result of ``compute``, or the stored result if it was already computed in this session.
 
-        An answer must not show whether rows have changed since an earlier message.
+        An answer must not reveal whether rows have changed since an earlier message.
         """
         with publish_reasons():
             result = self._member.answer
@@ -197,7 +197,7 @@ class MaskedAnswers:
     def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
         """Return the site's encoded scores (after the last round, with those of its groups) and the site's counters.
 
-        The vector is zero if one of these scores is not finite, and empty if no scores are summed.
+        The vector is zero if any of these scores is not finite, and empty if no scores are summed.
         """
         scores = self._trainer.scores(job, models, terms.scored, common=terms.common)
         if self._trainer.scoring != "masked":

@@ -17,7 +17,7 @@ from fedloom.processes.clients import ScoreRequest, Scores, TrainRequest, TrainR
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.groups import GroupSums
 from fedloom_sites.deploy.protocol.envelope import Request
-from fedloom_sites.deploy.replay import decode_sum, result_of
+from fedloom_sites.deploy.replay import decode_sum, make_result
 from fedloom_sites.deploy.secure.counters import AnswerCounts
 from fedloom_sites.deploy.secure.protocol import SIGNATURE_BYTES, Broken, Integers
 from fedloom_sites.deploy.secure.sums import SecureSums, Sum, Weights
@@ -58,7 +58,7 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites, and yield the sum of their uploads. The server never learns individual uploads.
+        """Train at the sites, and yield the sum of their uploads. The server never learns any individual upload.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
@@ -111,7 +111,7 @@ class MaskedSites(Sites):
         paper = [int(message.lengths()[1]) for message in messages]
         traffic = [session.traffic[0], session.traffic[1] + len(download), *paper]
         counts = torch.tensor([*work.tolist(), *(len(session.clients) * one for one in traffic)])
-        yield result_of(job, request.ids, session.clients, parts, shares, counts)
+        yield make_result(job, request.ids, session.clients, parts, shares, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
         """Log how many sites have answered a round without using their samples.
@@ -145,7 +145,7 @@ class MaskedSites(Sites):
     def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """Return the round whose scores are summed in the training session, and the requests for these scores.
 
-        If a site does not train, or these scores were already requested, they are summed first in a separate session,
+        If a site does not train, or these scores were already requested, they are summed first, in a separate session,
         and the returned round is -1. If the uploads of this round were already requested, the request is repeated in
         the same form, with or without the scores.
         """
@@ -169,7 +169,7 @@ class MaskedSites(Sites):
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Request the sums of all sites' scores, which `sums` then returns, and yield the sizes of the parts.
 
-        With summed scores, the server never learns the scores of individual clients.
+        If scores are summed, the server never learns the scores of individual clients.
         """
         if not self._tallies:
             yield from super().score(request)
@@ -232,7 +232,7 @@ class MaskedSites(Sites):
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
         """Build the terms of a session."""
-        first, link = next(iter(asks.values()), None), self._sessions.link(t - (download is not None)).hex()
+        first, link = next(iter(asks.values()), None), self._sessions.find_link(t - (download is not None)).hex()
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
         return Terms(
             round=t,
@@ -248,7 +248,7 @@ class MaskedSites(Sites):
         )
 
     def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
-        link = self._sessions.link(request.round).hex()
+        link = self._sessions.find_link(request.round).hex()
         return (link,) if link else super()._model_digests(request, client)
 
     def _check_verifiable(self) -> None:

@@ -11,8 +11,8 @@ The server and the sites follow the same stages.
     count            MASKED           COUNTED     signatures of the sum's sites. Masked counters (`counters`)
     unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all. Shares of secrets
 
-Between SHARED and MASKED, a site is at stage RECEIVED once it has read the shares of the other sites. A repeated
-message receives the same answer. At REVEALED, a site's secrets have been deleted, and it answers only `unmask`.
+Between SHARED and MASKED, a site is at stage RECEIVED once it has read the shares of the other sites. If a message is
+repeated, the answer is the same. At REVEALED, a site's secrets have been deleted, and it answers only `unmask`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Progress(NamedTuple):
         return self
 
     def advance(self, kind: Kind) -> Progress:
-        """Return the stage after a message of a kind.
+        """Return the stage that follows a message of the given kind.
 
         Raises:
             Broken: the session has not reached the stage for this message, or has ended.

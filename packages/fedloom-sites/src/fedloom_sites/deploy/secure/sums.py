@@ -1,8 +1,8 @@
 """The server's side of secure aggregation, from collecting the sites' keys to a plausible sum.
 
-A site that has provably violated the protocol is named, and excluded from sessions until the server is restarted. The
-server requests a round's uploads in a new session only if it has not yet requested any shares in the previous session.
-Once it has requested shares, the sum must cover exactly the sites for which it requested them, or the round is lost.
+A site that has provably violated the protocol is named, and excluded from sessions until the server restarts. The
+server requests a round's uploads in a new session only if it has not yet requested any shares in the previous one. Once
+shares were requested, the sum must cover exactly the sites for which they were requested, or the round is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sum(NamedTuple):
     """Sum that results from a session.
 
     Attributes:
-        value: decoded sum. None if the sum stayed closed because of the counters.
+        value: decoded sum. None if the sum stayed closed because of its counters.
         clients: sites in the sum.
         traffic: number of bytes per site, up and down.
         counts: sums of the sites' counters (see `counters`). None in a session without counters.
@@ -66,7 +66,7 @@ class _Course(NamedTuple):
 
 
 class SecureSums:
-    """Sessions of secure aggregation in a run.
+    """All sessions of secure aggregation in a run.
 
     Args:
         transport: connection to the sites.
@@ -92,9 +92,9 @@ class SecureSums:
         self._changes = Changes(read_checked(self._changes_path) or {}, agreed.changes, agreed.steady_sites)
         self._relays = Relays(settings, run, length) if agreed.verify and run is not None else None
 
-    def link(self, t: int) -> bytes:
+    def find_link(self, t: int) -> bytes:
         """Return the link of the chain of opened sums after round ``t``, or empty bytes if sites do not verify sums."""
-        return b"" if self._relays is None else self._relays.link(t)
+        return b"" if self._relays is None else self._relays.find_link(t)
 
     def _relay(self, terms: Terms, cohort: list[int]) -> list[int]:
         """Send the records of opened sums to the sites that lack them, and return the sites that have opened all.
@@ -103,9 +103,9 @@ class SecureSums:
             RunStopped: too few sites have opened all sums.
         """
         t = terms.round - terms.trains
-        for r in [] if self._relays is None else self._relays.missing(t, cohort):
+        for r in [] if self._relays is None else self._relays.find_missing(t, cohort):
             assert self._relays is not None
-            lacking = self._relays.missing(t, cohort).get(r, [])
+            lacking = self._relays.find_missing(t, cohort).get(r, [])
             nonce, parts = self._relays.read(r)
             ask = {
                 c: Request("relay", c, parts, {"session": nonce}, round=r, read=lambda link: link, most=KEY_BYTES)
@@ -131,13 +131,13 @@ class SecureSums:
     ) -> Sum:  # fmt: skip
         """Compute and return the sum of the sites' vectors.
 
-        A sum that was requested before the server stopped is revealed now.
+        A sum that was requested before the server stopped is now revealed.
 
         Args:
             terms: terms that describe the request to the sites.
             weights: every site's weights in the sum (see `Terms.weights`).
-            request: function that creates the request for a client's vector. Its arguments include the other sites'
-                shares.
+            request: function that creates the request for a client's vector. Its arguments include the shares of the
+                other sites.
             length: length of a vector.
             read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
                 implausible.
@@ -146,7 +146,7 @@ class SecureSums:
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
-            GivenUp: the sum was requested too often, or a vector is wrong.
+            GivenUp: the sum was requested too many times, or a vector is wrong.
         """
         pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is not None and pending.sums == terms.sums and len(pending.total) != length:
@@ -197,7 +197,7 @@ class SecureSums:
         """
         t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE_BYTES)), self._public
         wanted = {c for c in cohort if self._name(c) in self._changes.sites}
-        link = self.link(t - terms.trains)
+        link = self.find_link(t - terms.trains)
         name = secure.session_name(self._agreement, t, course.nonce, link)
         ask = {c: Request("keys", c, [link] if link else []) for c in cohort}
         course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
@@ -306,10 +306,10 @@ class SecureSums:
     def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
         """Return the sites that may be summed.
 
-        If the same models were already summed in a different round, these are the sites in that sum.
+        If the same models were already summed in a different round, return the sites in that sum.
 
-        Sites reject any other set, unless it differs in so many sites that the difference of the two sums is itself a
-        sum of enough sites.
+        Sites reject any other set, unless it differs in so many sites that the difference between the two sums is
+        itself a sum over enough sites.
 
         Raises:
             RunStopped: sites in the earlier sum are missing.
@@ -356,7 +356,7 @@ class SecureSums:
         """Raise an error if the sites would not open a sum because a site that has left too often is missing from it.
 
         Raises:
-            RunStopped: the run has to wait for a site. The message contains the site's name.
+            RunStopped: the run cannot continue until a site returns. The message contains the site's name.
         """
         if self._is_noisy:
             return
@@ -368,7 +368,7 @@ class SecureSums:
             ) from None
 
     def _enter_change(self, terms: Terms, weights: Weights, clients: Collection[int]) -> None:
-        """Store and log the sites in a sum before its shares are requested."""
+        """Store and log which sites are in a sum before its shares are requested."""
         if self._is_noisy:
             return
         counting, before = self._counting(terms, weights, clients), self._changes
@@ -388,7 +388,7 @@ class SecureSums:
     def _counting(
         self, terms: Terms, weights: Weights, clients: Collection[int]
     ) -> tuple[list[str], dict[str, dict[str, Sequence[float]]]]:
-        """Return the sites in a sum whose contribution is unknown, and their weights, as the sites compute them."""
+        """Return the sites in a sum whose contribution is unknown, and their weights, computed as at the sites."""
         listed = {self._name(c): weights[c] for c in clients if any(weights[c])}
         alike: dict[str, Sequence[float]] = dict.fromkeys(listed, (1.0,))
         return sorted(listed), {what: listed if what == "uploads" else alike for what in terms.sums}
@@ -433,7 +433,9 @@ class SecureSums:
         )
 
     def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
-        """Open the counters of a masked sum. Return the sum with the counters' shares, and the counters' totals.
+        """Open the counters of a sum of masked vectors.
+
+        Return the sum with the shares of its counters, and the totals of the counters.
 
         Raises:
             RunStopped: fewer sites than the threshold answer.
@@ -464,7 +466,7 @@ class SecureSums:
         raise GivenUp(f"round {t}: no counters of the sum were obtained: {why}", pending.clients)
 
     def _session_of(self, pending: PendingSum) -> secure.Session:
-        """Rebuild the session of a requested sum."""
+        """Rebuild the session of a sum that was requested."""
         name = secure.session_name(self._agreement, pending.round, pending.nonce, pending.link)
         return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
@@ -545,5 +547,5 @@ class SecureSums:
 
 
 def _signatures(pending: PendingSum) -> bytes:
-    """Encode the sites in a sum with their signatures, or with zeros for missing signatures."""
+    """Encode the sites in a sum, each with its signature, or with zeros if the signature is missing."""
     return secure.join_parts({c: pending.signed.get(c, bytes(SIGNATURE_BYTES)) for c in pending.clients})

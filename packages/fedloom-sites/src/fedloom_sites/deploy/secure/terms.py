@@ -1,8 +1,8 @@
 """Terms: the identical request to all sites of a session.
 
-Masks cancel and shares can be opened only if all sites have the same terms.
+Masks cancel and shares can be opened only if all sites have received the same terms.
 
-A site checks the parts of the terms that it knows: its own numbers of samples, the models that arrive with the terms,
+A site checks those parts of the terms that it knows: its own numbers of samples, the models that arrive with the terms,
 and the rounds of the experiment. Anyone can compute all weights in the sum from the sites' numbers of samples.
 """
 
@@ -42,7 +42,7 @@ the site publishes."""
 
 
 class AnalysisStep(Value):
-    """Question of an analysis whose answers are summed, encoded in a format that the analysis declares."""
+    """Question of an analysis, whose answers are summed, encoded in a format that the analysis declares."""
 
     analysis: str = Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,99}$",
@@ -76,7 +76,7 @@ class AnalysisStep(Value):
 
 
 class Terms(Value):
-    """Request to all sites of a session."""
+    """A session's request to all its sites."""
 
     round: int = Field(ge=0, description="round to train, or the round whose models are only scored")
     trains: bool = Field(description="whether the sites train")
@@ -124,7 +124,7 @@ class Terms(Value):
 
     @property
     def course(self) -> str:
-        """SHA-256 of all terms except the question. It is the same for every step of an analysis."""
+        """SHA-256 of all terms except the question. The value is the same for every step of an analysis."""
         return hashlib.sha256(self.with_(question=None).encode()).hexdigest()
 
     @property
@@ -144,13 +144,13 @@ class Terms(Value):
     def summed(self, threshold: int, most: float, parts: Sequence[str]) -> list[bool]:
         """Return a flag for each metric, True if the metric is summed.
 
-        A metric is summed if every subset of ``threshold`` sites includes at least `MIN_SITES` sites that have the
-        metric, so that no sum covers only one or two sites, and if no site can dominate the metric's part of the data
-        (see `is_dominated`).
+        A metric is summed if every subset of ``threshold`` sites contains at least `MIN_SITES` sites with the metric,
+        so that no sum covers only one or two sites, and if no site can dominate the metric's part of the data (see
+        `is_dominated`).
 
         Args:
             threshold: minimum number of sites in a sum.
-            most: maximum share of the samples in a sum that one site may have.
+            most: maximum share that one site may have of the samples in a sum.
             parts: part of the data to which each metric belongs, in the order of the metrics' bits.
         """
         lacking = [sum(not one >> k & 1 for one in self.bits()) for k in range(len(parts))]
@@ -168,7 +168,7 @@ class Terms(Value):
         """Return each cohort site's weights in the sums, or zeros for a site without training samples.
 
         For uploads, these are the site's weight in the mean if any field is averaged, and its share of the objective if
-        any field is kept or accumulated over rounds. For an analysis, the weight is the site's number of rows. For
+        any field is kept or accumulated over rounds. For an analysis, the weight is the number of rows at the site. For
         scores, all weights are equal, because `summed` checks the samples.
 
         Args:
@@ -244,8 +244,8 @@ def check_summands(
         most: maximum share of the weight that one of these sites may have.
 
     Raises:
-        Broken: too few sites have a weight, or a site has more than the maximum share. The message states the number or
-            names the site.
+        Broken: too few sites have a weight, or a site has more than the maximum share. The message states the number of
+            the site or its name.
     """
     counting = [c for c in clients if any(weights[c])]
     if len(counting) < threshold:
@@ -268,11 +268,11 @@ def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], th
     """Raise if a difference of two sums with different weights covers too few sites, or is mostly from one site.
 
     Two fields of an upload may be computed from the same model, such as SCAFFOLD's model and control. The two sums of
-    these fields have the weights ``[2, n]``. Subtracting a multiple of the second sum from the first removes any chosen
+    these fields have the weights ``[2, n]``. Subtracting a multiple of the second sum from the first can remove any
     site, along with all sites that have the same ratio of weights.
 
     Raises:
-        Broken: such a difference exists. The message names the sites that remain.
+        Broken: such a difference exists. The message names the remaining sites.
     """
     first, second = columns / columns.sum(1, keepdims=True)
     if np.allclose(first, second, rtol=1e-9, atol=0):
@@ -291,7 +291,7 @@ def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], th
 
 
 def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, clients: int, accepted: int) -> None:
-    """Raise an error if terms are from a different experiment or wrong about this site.
+    """Raise an error if terms belong to a different experiment, or are wrong about this site.
 
     Args:
         terms: received terms, whose round already matches the round of their message.
@@ -331,7 +331,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
 
 
 def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
-    """Check that the received models are those in the terms, and thus the same at every site.
+    """Check that the received models are the models in the terms, so that they are the same at every site.
 
     Raises:
         Broken: the received models are different.

@@ -53,7 +53,7 @@ The recall of a class with a single sample is 0 or 1. A sum over sites of differ
 the size of its site, would then show the recall at every site.
 """
 PROBE_DISTANCE = 2.0
-"""Amount by which the artificial outputs that probe a site's metrics are shifted toward one prediction. The outputs
+"""Amount by which artificial outputs, which probe a site's metrics, are shifted toward one prediction. The outputs
 themselves vary by less than 1."""
 
 
@@ -117,7 +117,7 @@ class UploadVector:
         return np.concatenate([*parts, work, *counter]), rows, clipped
 
     def first(self, mass: float) -> dict[str, Tensor]:
-        """Return a client's rows in the server's sum before its first upload, as integers for its ``mass``."""
+        """Return a client's rows in the server's sum before the client's first upload, as integers for its ``mass``."""
         template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, KeptField):
@@ -202,7 +202,7 @@ def bits_before(job: Job, groups: Sequence[str]) -> int:
 class ScoreVector:
     """Scores encoded as three integers each: value times samples, 1 if present, and number of samples if present.
 
-    All sums of scores use the same weights, which are the numbers of samples. A second sum with equal weights could
+    All sums of scores use the same weights, namely the numbers of samples. A second sum with equal weights could
     isolate a site: for sites with 100, 200 and 200 samples, the two means determine the score of the first site.
 
     Args:
@@ -221,7 +221,7 @@ class ScoreVector:
         return [part or "train" for _, part, _ in self._names]
 
     def definable(self, client: int) -> int:
-        """Return, as bits, which of the `figures` a site's samples define for any model's predictions.
+        """Return, as bits, which of the `figures` are defined by a site's samples for any model's predictions.
 
         Two artificial outputs are scored, one that predicts only the first class and one that predicts only the last
         class: AUROC needs both classes. A metric of one class needs `MIN_CLASS_SAMPLES` samples of this class. The
@@ -274,7 +274,7 @@ class ScoreVector:
         self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], summed: Sequence[bool], *,
         weighs: bool = True,
     ) -> bool:  # fmt: skip
-        """Return whether a site has scores and all scores that are summed are finite and within the range of a sum.
+        """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
 
         The arguments are those of `encode`. If a model could make a score of single sites not finite, or a constant,
         the sum would show the score of the other sites.

@@ -1,1 +1,1 @@
-"""The server: the rounds of a run at real sites, the connection to the sites, and the sites that answer."""
+"""The server: the rounds of a run at real sites, the connection to the sites, and the presence of the sites."""

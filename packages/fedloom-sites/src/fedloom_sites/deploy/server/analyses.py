@@ -22,8 +22,7 @@ from fedloom_sites.deploy.secure.terms import AnalysisStep, Terms
 from fedloom_sites.deploy.server.sites import Sites
 
 RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
-"""Suffix of the checkpoint file with an analysis's terms and sites, and pattern for the names of the files with its
-sums."""
+"""Suffix of the checkpoint file with an analysis's terms and sites, and pattern of the names of files with its sums."""
 
 
 class AnalysisEnd(NamedTuple):
@@ -34,7 +33,7 @@ class AnalysisEnd(NamedTuple):
 
 
 class AnalysisServer:
-    """The server's side of a single analysis.
+    """The server's part in a single analysis.
 
     Args:
         sites: sites of the run.
@@ -53,10 +52,10 @@ class AnalysisServer:
         """Ask all questions, and return the result. The result is then sent to the sites.
 
         Raises:
-            RunStopped: sites are missing. The sums computed so far are kept.
+            RunStopped: sites are missing. Sums that have already been computed are kept.
             GivenUp: a sum cannot be revealed.
             DataError: the analysis has no result, or some sites cannot answer.
-            ConfigError: too few sites have enough subjects in the cells, or a site's vector is wrong.
+            ConfigError: too few sites have enough subjects in the cells, or a site's vector is invalid.
         """
         record = read_checked(self._record)
         if record is None:

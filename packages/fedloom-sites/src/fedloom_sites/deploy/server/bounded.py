@@ -1,4 +1,4 @@
-"""Pulling of replies from Flower's server object by object, up to a size limit for each kind of reply.
+"""Retrieval of replies from Flower's server, object by object, up to a size limit for each kind of reply.
 
 Failed calls are retried for a while.
 

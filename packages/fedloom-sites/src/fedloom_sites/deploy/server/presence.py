@@ -1,11 +1,11 @@
 """Record of which site runs on each node, and of which nodes that Flower lists as online actually answer.
 
-A round waits for a node as long as the median time that the other nodes took to answer in the same round, multiplied by
-the server's `pace`. No node can therefore set the pace for the others. A node is marked as mute if it exceeds this time
-or a deadline, or if Flower reports its message as lost. The server still sends requests to a mute node, but no round
-waits for it until it answers a message. A site that has not answered for a number of rounds is treated as absent until
-it answers a greeting. Until then, the site receives one greeting at a time, but no models. The server ignores a
-rejected node for the number of seconds in `patience`.
+A round waits for a node as long as the median of the times that the other nodes took to answer in that round,
+multiplied by the server's `pace`. No node can therefore set the pace for the others. A node is marked as mute if it
+exceeds this time or a deadline, or if Flower reports its message as lost. The server still sends requests to a mute
+node, but no round waits for it until it answers a message. A site that has not answered for a number of rounds is
+treated as absent until it answers a greeting. Until then, the site receives one greeting at a time, but no models. The
+server ignores a rejected node for the number of seconds in `patience`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fedloom_sites.transport.roll import Roll
 SLOW_RATIO = 3.0
 """Multiple of the other nodes' median time above which a node is reported as slow."""
 LEAST_SECONDS = 30.0
-"""Minimum time in seconds to wait for a node: if other nodes answer immediately, nodes that check for messages only
-every few seconds, or that read their data first, could otherwise be late by chance."""
+"""Minimum time in seconds to wait for a node: if other nodes answer immediately, a node that checks for messages only
+every few seconds, or that reads its data first, could otherwise be late by chance."""
 
 
 class NodePresence(Roll):
@@ -35,7 +35,7 @@ class NodePresence(Roll):
         members: sites that may participate, keyed by client.
         clients: number of sites in the experiment.
         patience: time in seconds for which a rejected node is ignored.
-        rounds: number of rounds in which a mute site still receives requests before it is treated as absent.
+        rounds: number of rounds in which a mute site still receives requests before it counts as absent.
         pace: multiple of the other nodes' median time for which a round waits for a node.
         client_of: client of every node that was accepted in an earlier run of the server, keyed by node.
 
@@ -55,7 +55,7 @@ class NodePresence(Roll):
         self._fixed = False
 
     def fix(self) -> None:
-        """Fix the sites' numbers of samples. Later changes are rejected."""
+        """Fix the sites' numbers of samples. Changes after that are rejected."""
         self._fixed = True
 
     def strangers(self, nodes: Iterable[int]) -> list[int]:
@@ -68,10 +68,10 @@ class NodePresence(Roll):
         return sorted(here - set(self.nodes.values()) - set(self._refused))
 
     def welcome(self, client: int, node: int, sizes: list[int]) -> None:
-        """Record which node a site runs on.
+        """Record on which node a site is running.
 
         Raises:
-            Rejected: another node of the site answers already, or the site's numbers of samples have changed.
+            Rejected: another node already answers for the site, or the site's numbers of samples have changed.
         """
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
@@ -87,7 +87,7 @@ class NodePresence(Roll):
         self.sizes[client] = counts
 
     def refuse(self, node: int, reason: str) -> None:
-        """Ignore a rejected node for a while."""
+        """Ignore a rejected node for some time."""
         self._refused[node] = reason, time.monotonic() + self._patience
 
     def answered(self, node: int) -> None:
@@ -112,7 +112,7 @@ class NodePresence(Roll):
         return max(LEAST_SECONDS, self._pace * median(times)) if times else inf
 
     def slow_one(self, took: Mapping[int, float]) -> tuple[int, float] | None:
-        """Return the client that delayed a round and the others' median time in seconds, or None without a delay.
+        """Return the client that delayed a round and the other clients' median time in seconds, or None if none did.
 
         Args:
             took: time in seconds that each client took to answer.

@@ -45,7 +45,7 @@ class Results:
         self._rounds, self._notes = 0, tuple[str, ...]()
 
     def hold(self, job: Job, state: State) -> None:
-        """Store the values for the summary, which is written however the run ends."""
+        """Store the values for the summary, which is written whatever the reason for the end of the run."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
     def tables(self, job: Job, state: State) -> None:
@@ -77,11 +77,11 @@ class Results:
         write_parquet(self._settings.results / analysis_file(name), [table])
 
     def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
-        """Write a summary of the run's progress or end, and of every site's participation.
+        """Write a summary of the run's progress or end, and of each site's participation.
 
         Args:
             stop: reason why the run ended. None while the run continues.
-            detail: details of the end.
+            detail: explanation of the end.
             here: connected clients.
             diverged: round by which the run had diverged, if it nevertheless continued to its end.
         """

@@ -99,7 +99,7 @@ def stop_file(settings: Server) -> Path:
 
 
 def finished(settings: Server) -> Stop | None:
-    """Return the reason for the end of a run that has written its results and cannot be resumed, otherwise None.
+    """Return the reason why a run has ended if its results are written and it cannot be resumed, otherwise None.
 
     A finished run no longer needs sites.
 
@@ -184,7 +184,7 @@ def check_deployable(
 def counts_samples(setting: Setting) -> str:
     """Return the reason why a run needs every site's numbers of samples.
 
-    Return "" if the run does not need these numbers.
+    Return "" if the run does not need to know these numbers.
     """
     plain = isinstance(setting.sampler, Uniform) and isinstance(
         setting.aggregation_weights, SharesWeigher | UniformWeigher
@@ -199,12 +199,12 @@ def counts_samples(setting: Setting) -> str:
 
 
 def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
-    """Return the number of finished rounds and the global model of the newest checkpoint, as a state dict.
+    """Return the number of finished rounds, and the global model of the newest checkpoint as a state dict.
 
     The model is None before the first round.
 
     Raises:
-        Refused: the run has no global model that is a complete model.
+        Refused: the run has no global model that is complete.
         CheckpointError: no checkpoint can be read.
         RunDirError: the checkpoints are from another experiment.
     """
@@ -243,7 +243,7 @@ class _Run(Hooks):
         self.scores_with_training = not (no_place or self._streams)
 
     def go(self) -> Stop:
-        """Start or resume the run, and return the reason for its end."""
+        """Start or resume the run, and return the reason why it ended."""
         self._audit.write("wait", release=__version__)
         try:
             if self.interrupted():
@@ -293,7 +293,7 @@ class _Run(Hooks):
         return end
 
     def _analyze(self, state: State) -> None:
-        """Compute the agreed analyses by sums. An analysis that gives no result is reported in a note.
+        """Compute the agreed sum-based analyses. An analysis without a result is reported in a note.
 
         Raises:
             RunStopped: sites are missing. Calling the method again continues the analyses.
@@ -318,9 +318,9 @@ class _Run(Hooks):
             self._audit.write("analysis", analysis=name, questions=len(end.log), rows=rows)
 
     def prepare_round(self, state: State) -> RunStopped | None:
-        """Check that the next round stays within the budget, and record the round if the server adds the noise.
+        """Check that the next round stays within the budget and, if the server adds the noise, record the round.
 
-        Return the reason to stop if the budget is too small, otherwise None.
+        Return the reason to stop if the budget is too small, and None otherwise.
         """
         self._results.hold(self._job, state)
         setting, t = self._job.setting, state.round + 1
@@ -386,7 +386,7 @@ class _Run(Hooks):
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
-        """Wait for the sites. The numbers of samples at the start of the run remain valid."""
+        """Wait for the sites. The numbers of samples known at the start of the run remain valid."""
         sizes = self._checkpoint_sizes()
         if sizes is not None:
             self._transport.sizes.copy_(sizes)
@@ -396,7 +396,7 @@ class _Run(Hooks):
         self._transport.gather(by if sizes is None else "")
 
     def _checkpoint_sizes(self) -> Tensor | None:
-        """Return the sizes stored in the newest checkpoint, or None if there is no checkpoint."""
+        """Return the sizes stored in the newest checkpoint, or None if no checkpoint exists."""
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 

@@ -39,7 +39,7 @@ from fedloom_sites.transport.forms import Forms, output_of
 
 
 class AnalysisSum(NamedTuple):
-    """Sum of a step in an analysis.
+    """Sum in one step of an analysis.
 
     Attributes:
         total: sum of the vectors of all sites. None if a site could not answer.
@@ -76,7 +76,10 @@ class Sites(StreamedClients):
         transport.begin(job, forms, group_sums.names)
 
     def score_with_training(self, request: ScoreRequest) -> None:
-        """Request scores in the messages of the next training step. `score` later returns these scores."""
+        """Request the scores in the messages of the next training step.
+
+        A later call of `score` returns these scores.
+        """
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
@@ -176,7 +179,7 @@ class Sites(StreamedClients):
 
         Args:
             terms: terms that contain the question.
-            form: format of a vector.
+            form: format of a single vector.
             request: request for the models that the analysis reads. None if the analysis reads no models.
             clients: sites that took part in the previous steps. None before the first step.
 

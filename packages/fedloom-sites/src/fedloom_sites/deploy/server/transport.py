@@ -7,8 +7,8 @@ answered, or at the soft deadline if enough valid replies have arrived. Once the
 does not wait for a mute node (see `fedloom_sites.deploy.server.presence`). A greeting that is answered after its
 deadline is still accepted.
 
-Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or its timeout, checks only every three
-seconds, discards late replies, and assembles a reply of any length.
+Flower's `Grid.send_and_receive` (1.41) is unsuitable: it waits for every node or until its timeout, checks only every
+three seconds, discards late replies, and assembles replies of any length.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Transport:
     def sizes(self) -> Tensor:
         """Number of training, validation and test samples of every site, ``[n, 3]``.
 
-        The numbers are 0 before the site's first answer.
+        Before the site's first answer, the numbers are 0.
         """
         return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms, names: Collection[str] = ()) -> None:
-        """Begin a run: from now on, its messages are recognized and the numbers of samples are fixed.
+        """Begin a run: from now on, its messages are recognized and its numbers of samples are fixed.
 
         Args:
             job: run.
@@ -140,12 +140,12 @@ class Transport:
         self._audit.write(what, round=round, sites=sites, reason=reason)
 
     def step(self, round: int, staleness: Mapping[int, int]) -> None:
-        """Log the sites whose uploads a step of the server has used, and the staleness of each upload."""
+        """Log the sites whose uploads were used in a step of the server, and the staleness of each upload."""
         sites = {self.members[c].site: s for c, s in sorted(staleness.items())}
         self._audit.write("step", round=round, staleness=sites)
 
     def greet(self) -> None:
-        """Ask unknown nodes for their identity, one request at a time per node, and forget nodes that have left."""
+        """Ask unknown nodes for their identity (one request at a time per node), and forget nodes that have left."""
         self._collect({}, {}, set())
         self.exchange(0, self._greetings(), 0, self._settings.deadline)
 
@@ -259,7 +259,7 @@ class Transport:
             )
 
     def _push(self, round: int, requests: Sequence[Request]) -> dict[str, Pending]:
-        """Send requests, and return the open requests, keyed by message."""
+        """Send requests, and return those that are open, keyed by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
         messages = [message_of(request, round, experiment, ttl) for request in requests]
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
@@ -321,7 +321,7 @@ class Transport:
         time.sleep(POLL_SECONDS)
 
     def _collect(self, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
-        """Check the replies that have arrived, including late ones, and return how many there are.
+        """Check the replies that have arrived, including late ones, and return the number of replies.
 
         Late replies answer messages for which the server no longer waits.
         """
@@ -354,7 +354,7 @@ class Transport:
             self._audit.write("mute", reason=why, **self._facts(pending))
 
     def _facts(self, pending: Pending) -> dict[str, Any]:
-        """Return the facts about a message for the log.
+        """Return the facts about a message that are logged.
 
         The site may be known only from the node's earlier answers.
         """
@@ -365,7 +365,7 @@ class Transport:
     def _accept_or_reject(
         self, reply: Message, open_requests: dict[str, Pending], good: dict[int, Reply], bad: set[int]
     ) -> None:
-        """Check one reply, and log the result."""
+        """Check a reply, and log the result."""
         id_ = reply.metadata.reply_to_message_id
         overdue, _ = self._overdue.pop(id_, (None, 0.0))
         pending = open_requests.pop(id_, overdue)

@@ -2,13 +2,13 @@
 
 A site answers each step only once: for one question, on the same rows as the first step, and under unchanged terms.
 Ranges, bins and minimum counts come from the agreed experiment. If the site cannot answer, it sends zeros. The site
-records the step before it reads its rows. Nothing else that the server receives depends on the rows: neither the text
-nor the length of a message, nor the number of messages.
+records the step before it reads its rows. Nothing else that the server receives depends on the rows: neither the text,
+nor the length, nor the number of messages.
 
 Across experiments on data with the same name, a site remembers which experiments have requested an analysis, and which
 subjects are in each set of rows that an analysis sums. Two analyses of sets that differ by only a few subjects would
-reveal these subjects. In that case, a site answers only the first of them. It records each set of rows, and whether it
-will answer, before it answers.
+reveal these subjects. In that case, a site answers only the first of them. A site records each set of rows, and whether
+it will answer, before it answers.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class SiteAnalyses:
         Args:
             one: requested analysis.
             terms: terms of the session.
-            rows: digest of the rows.
+            rows: digest of the rows that the analysis uses.
 
         Raises:
             Broken: the step was already answered for a different question or under different terms, or the site has

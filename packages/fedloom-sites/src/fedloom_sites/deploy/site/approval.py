@@ -22,7 +22,7 @@ APPROVAL_FILE, NAMES_FILE = "approved.json", "data-names.json"
 
 
 def approve(site: Site, digest: str) -> Path:
-    """Approve the run in a site's settings, and return the path of the file that records the approval.
+    """Approve the run described in a site's settings, and return the path of the file that records the approval.
 
     The file contains the digest and the time.
 
@@ -73,9 +73,9 @@ def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
     earlier version of fedloom, or because the list of names was lost), a new source takes one of their names.
 
     Args:
-        site: settings of the site.
-        remembers_answers: True to check the name without secure aggregation and epsilon as well, because the site
-            compares analyses or snapshots with earlier ones of the same name.
+        site: the site's settings.
+        remembers_answers: True to also check the name without secure aggregation and epsilon, because the site compares
+            analyses or snapshots with earlier ones of the same name.
 
     Raises:
         ConfigError: the source is registered under a different name at this site, a new name could bypass the record of

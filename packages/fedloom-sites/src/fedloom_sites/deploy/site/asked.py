@@ -1,8 +1,8 @@
 """Record of the models for which a site has answered, so that a server cannot repeat a round with many crafted models.
 
-An answer reveals how a model performs on the samples. The difference between the answers to two slightly different
-models reveals even more. The same applies to masked answers: every sum and every counter reveals something. A server
-needs one model per round and kind of message, and a different one only after it has lost a checkpoint.
+Every answer reveals how a model performs on the samples. The answers to two slightly different models reveal even more
+by their difference. The same applies to masked answers, because every sum and every counter reveals something. A server
+needs one model per round and kind of message, and needs a different one only after it has lost a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AskedModels:
     """Models that a site has received in an experiment.
 
     Args:
-        site: settings of the site, including the agreed limit.
+        site: settings of the site, which include the agreed limit.
         memory: the site's state on disk.
         trainer: the site's run, which gives the number of rounds.
     """

@@ -46,7 +46,7 @@ class Client:
     """One site.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
             settings.
 
@@ -94,7 +94,7 @@ class Client:
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the signed reply to the content of a message from the server. A rejection contains the reason.
+        """Return the signed reply to the content of a message from the server. A rejection states the reason.
 
         If the site cannot write to its disk, the reply says so, and the server may send the same message again.
 
@@ -172,7 +172,7 @@ class Client:
         """Raise an error if a message is damaged, or comes from a different release or experiment.
 
         Raises:
-            ConfigError: the message does not match. The error contains the values on both sides.
+            ConfigError: the message differs from what the site expects. The error names the values on both sides.
         """
         head, site = envelope.head, self.site
         for what, got, here in (
@@ -216,7 +216,7 @@ class Client:
         """Raise an error if a round was not agreed on, or has already ended at this site.
 
         Raises:
-            Rewound: the round is wrong. The message contains both rounds.
+            Rewound: the round is wrong. The message names both rounds.
         """
         kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
         if kind in ("hello", "relay"):

@@ -20,7 +20,7 @@ class RefusedModel(RunDirError):
 def norms_of(job: Job, down: Any) -> list[float]:
     """Return the norms of the received model's layers and of the entire model.
 
-    The list is empty if no complete model was received.
+    The list is empty if no model was received completely.
     """
     layout = job.oracle.layout
     model = down[0].reshape(-1) if len(down) else torch.zeros(0)
@@ -32,16 +32,16 @@ def norms_of(job: Job, down: Any) -> list[float]:
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
     """Raise an error if the norms of a model differ too much from those of the previous model.
 
-    The check does not use any samples.
+    The check reads no samples.
 
     Args:
         most: maximum factor by which a norm may change. None for any.
         norms: norms of the received model.
         before: norms of the previous model. Empty if there is no previous model.
-        where: site and round, for the message.
+        where: site and round, for use in the message.
 
     Raises:
-        RefusedModel: a norm has changed by a larger factor.
+        RefusedModel: a norm has changed by more than the permitted factor.
     """
     if most is None:
         return
@@ -54,7 +54,7 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
 
 
 def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, tokens: int) -> None:
-    """Raise an error if a model contains many units that receive no gradient from any of the site's samples.
+    """Raise an error if a model contains many units that receive no gradient from any sample of the site.
 
     The message does not state the share of such units: for a crafted layer, this share would equal the largest pixel
     value at this site.
@@ -65,7 +65,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
         down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.
-        tokens: size of the vocabulary. A layer with one column per token is not checked.
+        tokens: number of tokens in the vocabulary. A layer with one column per token is not checked.
 
     Raises:
         RefusedModel: a layer contains too many such units.

@@ -1,4 +1,4 @@
-"""Groups of a site's test samples, whose scores the site publishes after the last round."""
+"""Groups of a site's test samples, for which the site publishes scores after the last round."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class SiteGroups:
     def cells(self, job: Job, models: Sequence[bytes], t: int, scores: Scores, *, common: bool) -> Cells | None:
         """Compute sums and metrics for the groups after the last round.
 
-        Return {} before the last round, or None after a failure.
+        Return {} before the last round, and None after a failure.
 
         Args:
             job: run from `Trainer.attach_local_data`.
-            models: messages from the server.
+            models: messages from the server that contain models.
             t: round.
             scores: scores on the site's parts of the data, which decide whether the hybrid model is the global or the
                 personal model.

@@ -6,7 +6,7 @@ process holds the lock on `warm.lock` is the site's process. The lock is inherit
 only one such process even if many messages arrive at once.
 
 Each process checks which user runs the other process, and whether both have the same digest of version and settings. A
-permanent process with a different digest ends. In each direction, a message is preceded by its length, encoded in eight
+permanent process whose digest differs ends. In each direction, a message is preceded by its length, encoded in eight
 bytes. A message that does not arrive in full is not answered.
 """
 
@@ -37,8 +37,8 @@ MAX_SOCKET_PATH_BYTES = 100
 HANDOVER_MAGIC = b"fedloom1"
 SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
 OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
-"""Environment variable with the ID of the site's network process. All processes started by this process inherit the
-variable."""
+"""Environment variable with the ID of the site's network process. The variable is inherited by all processes that this
+process starts."""
 START_SECONDS = 10.0
 """Time in seconds within which the site's process must be found or started. Otherwise, the answer is an error."""
 CONNECT_INTERVAL_SECONDS = 0.05
@@ -57,7 +57,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
     """Pass a message to the site's process and return the answer.
 
     Args:
-        site_file: settings of the site.
+        site_file: file with the settings of the site.
         content: content of the message.
         owner: ID of the process with which the site's process ends. None for the site's network process if the
             environment contains its ID, otherwise for the process that started this one.
@@ -86,7 +86,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 def main(words: list[str]) -> None:
     """Start a site's process and the process that starts its tasks, then become the site's network process.
 
-    Both processes end together with the network process.
+    Both processes end when the network process ends.
 
     Args:
         words: the site's TOML file, followed by the command of its network process or any other command.
@@ -105,7 +105,7 @@ def main(words: list[str]) -> None:
 def _owner() -> int:
     """Return the ID of the process with which the site's process ends.
 
-    If this process was orphaned, the result is its own ID rather than that of the process that adopted it.
+    If this process has been orphaned, the function returns its own ID rather than that of the process that adopted it.
     """
     named = os.environ.get(OWNER_VARIABLE, "")
     if named.isdigit():
@@ -114,7 +114,7 @@ def _owner() -> int:
 
 
 def key_of(site_file: Path) -> bytes:
-    """Return the SHA-256 of the version and the settings, which contain the experiment's fingerprint.
+    """Return the SHA-256 of the version and the settings, which include the experiment's fingerprint.
 
     Both processes must compute the same digest.
 
@@ -125,9 +125,9 @@ def key_of(site_file: Path) -> bytes:
 
 
 def is_own(line: socket.socket) -> bool:
-    """Return True if the other process belongs to this user, according to the operating system.
+    """Return True if, according to the operating system, the other process belongs to this user.
 
-    On systems that do not report this, the socket's mode restricts access.
+    On systems that do not report this, only the socket's mode restricts access.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
@@ -161,7 +161,7 @@ def receive_sized(line: socket.socket) -> bytes:
 
 
 def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None:
-    """Send the number of bytes, followed by the bytes."""
+    """Send the number of bytes, and then the bytes themselves."""
     line.sendall(before + len(content).to_bytes(8, "big"))
     line.sendall(content)
 

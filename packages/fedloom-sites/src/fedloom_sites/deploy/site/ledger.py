@@ -1,12 +1,12 @@
-"""Ledger of the releases of an experiment under differential privacy.
+"""Ledger of an experiment's releases under differential privacy.
 
-An entry is always written before the noise is drawn, never afterwards.
+An entry is always written before the noise is drawn, and never afterwards.
 
-A crash between the entry and the release uses up budget, but releases nothing. If a round is requested again, the site
-answers with the stored reply, so no noise is added again and the round is not counted again. A round that must be
-computed again because its download differs is counted again.
+A crash between the entry and the release uses up budget, although nothing was released. If a round is requested again,
+the site answers with the reply that it has stored, so no new noise is added and the round is not counted again. A round
+that must be computed again because its download differs is counted again.
 
-Each line contains its number and the SHA-256 of the previous line. A line that was cut short by a crash remains part of
+Each line contains its number and the SHA-256 of the previous line. A line that a crash has cut short remains part of
 the chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than the number of
 releases in the state next to the ledger, or lacks a round that the server has accepted, the spent budget is unknown,
 and nothing more is released.
@@ -33,7 +33,7 @@ from fedloom_sites.deploy.noise import remaining_noise
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 
 LEDGER_FILE, SPENT_FILE = "ledger.jsonl", "epsilon.json"
-"""Files with an experiment's releases, and with the epsilon of every experiment on the same data."""
+"""Files with an experiment's releases, and with the epsilon of each experiment on the same data."""
 
 
 class Spent(Refused):
@@ -48,10 +48,9 @@ class Ledger:
         noise: noise that the accounting covers. None if there is no delta.
         limit: epsilon that must never be exceeded. None for no limit.
         who: owner of the budget, as named in messages.
-        least: minimum number of releases that the ledger must list, as recorded in the state next to it.
-        accepted: round whose release the server has accepted. 0 if there is none.
-        memory: folder in which facts about the data are remembered across experiments, if the limit applies to all
-            experiments.
+        least: minimum number of releases that the ledger must list, according to the state stored next to it.
+        accepted: round whose release the server has accepted, or 0 if there is none.
+        memory: folder that remembers facts about the data across experiments, if the limit applies to all experiments.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Ledger:
         self._least, self._accepted, self._memory = least, accepted, memory
 
     def releases(self) -> int:
-        """Return the number of entries, including one that a crash cut short.
+        """Return the number of entries, including an entry that a crash has cut short.
 
         Raises:
             Spent: the file is damaged, or entries are missing.
@@ -111,13 +110,13 @@ class Ledger:
         return lines
 
     def release(self, round: int, **facts: str) -> int:
-        """Record one release with further information, such as a digest of its samples, and return its number.
+        """Record a release with further information, such as a digest of its samples, and return the release's number.
 
         Returns:
             The number of the release, or 0 without accounting.
 
         Raises:
-            Spent: the limit would be exceeded, or the spent budget is unknown.
+            Spent: the limit would be exceeded, or it is unknown how much was spent.
             CheckpointError: the entry cannot be written.
         """
         if self._noise is None and self._limit is None:
@@ -155,11 +154,11 @@ class Ledger:
         return count
 
     def _add_to_memory(self, memory: Path, ledger: str, spent: float) -> None:
-        """Record the epsilon that this ledger has spent, alongside that of the other ledgers on the same data.
+        """Record the epsilon spent in this ledger, together with that of the other ledgers on the same data.
 
         Args:
             memory: folder.
-            ledger: digest of the ledger's first line, which stays the same when a ledger is moved to a new agreement.
+            ledger: digest of the ledger's first line, which stays the same if the ledger is moved to a new agreement.
             spent: epsilon of the ledger's releases.
 
         Raises:

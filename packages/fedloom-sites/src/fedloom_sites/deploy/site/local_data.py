@@ -29,13 +29,13 @@ from fedloom.lab.experiment import Experiment, parse
 from fedloom_sites.deploy.settings import Site
 
 SPLIT_FIELDS = ("test", "validation", "max_train_per_client", "folds", "pool")
-"""Fields of a partition that determine how a client's samples are split into its parts."""
+"""Fields of a partition that determine how a client's samples are split into parts."""
 HASHED_SAMPLES = 4096
 """Number of samples that are hashed at a time."""
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
-    """Return the federation in which only client ``site.client`` has samples, namely those of the site.
+    """Return the federation in which only client ``site.client`` has samples, namely the site's.
 
     A site whose source contains no samples receives a federation without samples: it trains nothing, but receives the
     model.
@@ -114,7 +114,7 @@ def check_samples(site: Site, data: Dataset) -> None:
     """Raise an error if data do not fit the experiment.
 
     Raises:
-        DataError: the data contradict the experiment. The message describes both.
+        DataError: the data contradict the experiment. The message describes both of them.
         ConfigError: the data contradict the experiment in a way that reveals no value of a sample, so that the server
             may see the message.
     """
@@ -143,8 +143,8 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
 
     The meaning of the columns comes from the agreement.
 
-    If the site does not name the columns for subjects, order and strata, those of the experiment are used, because a
-    site cannot do without them.
+    If the site does not name columns for subjects, order and strata, the columns in the experiment are used, because a
+    site cannot do without these columns.
     """
     designed = {key: value for key, value in experiment.source_options.items() if key in DesignOptions.option_names()}
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
@@ -171,7 +171,7 @@ def check_patients(site: Site, source: Source, data: Dataset) -> None:
 
 
 def part_sizes(fed: Federation, client: int) -> list[int]:
-    """Return a client's number of training, validation and test samples.
+    """Return a client's numbers of training, validation and test samples.
 
     All numbers are 0 at a site without samples.
     """
@@ -193,7 +193,7 @@ def samples_digest(fed: Federation, client: int) -> str:
 
 
 def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
-    """Return data with the experiment's token IDs, and with its class numbers if it has all classes of the data."""
+    """Return data with the experiment's token IDs, and also with its class numbers if the data contain all classes."""
     classes, vocabulary = samples.classes, samples.vocabulary
     if data.vocabulary and vocabulary[1:2] == (UNKNOWN_TOKEN,):
         data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
@@ -204,7 +204,7 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 
 
 def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
-    """Return a federation of n clients in which client ``client`` becomes client ``seat``.
+    """Return a federation of n clients in which client ``client`` is renumbered to ``seat``.
 
     The samples of this client also stand in for those of all other clients.
 

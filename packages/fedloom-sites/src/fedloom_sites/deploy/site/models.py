@@ -64,11 +64,11 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
 
     Args:
         folder: folder of the site.
-        kind: "global", "personal" or "hybrid". None for the first kind in `PREFERRED_KINDS` that is available.
+        kind: "global", "personal" or "hybrid". If None, this is the first available kind in `PREFERRED_KINDS`.
 
     Raises:
         ConfigError: no such model exists.
-        DataError: the site's data, which define the scaling of the columns, cannot be read.
+        DataError: the site's data, which determine how columns are scaled, cannot be read.
     """
     one = _chosen(folder, kind)
     site, experiment = one.site, read_agreed(one.site)
@@ -124,7 +124,7 @@ def _samples(one: Owned, experiment: Experiment, trained: TrainedModel) -> Feder
 
 
 def _calibrated(trained: TrainedModel, fed: Federation, client: int) -> TrainedModel:
-    """Return the site's model with the site's recalibration line, if the experiment uses recalibration."""
+    """Return the site's model, including the site's recalibration line if the experiment uses recalibration."""
     part = trained.recipe.objective.line_part
     if part is None or fed.data.name == "blank":
         return trained
@@ -191,7 +191,7 @@ def module_of(one: Owned) -> nn.Module:
 
 @torch.no_grad()
 def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
-    """Compute the importance of every column for a site's model, on the site's test part (see `permuted`).
+    """Compute the importance of every column for a site's model on the site's test part (see `permuted`).
 
     Args:
         folder: folder of the site.
@@ -232,12 +232,12 @@ def score_site_model(one: Owned) -> dict[str, float]:
 def export_state_dict(one: Owned, out: Path, *, force: bool = False) -> Path:
     """Write a site's model as a state dict to ``<site>.safetensors``, and return the path.
 
-    The plain module can load this file.
+    This file can be loaded by the plain module.
 
     Args:
-        one: site and its model.
+        one: a site and its model.
         out: folder for the file. A model that fedloom wrote to the same path earlier is replaced.
-        force: True to also replace a file of a different kind.
+        force: True to replace even a file of a different kind.
 
     Returns:
         The file.

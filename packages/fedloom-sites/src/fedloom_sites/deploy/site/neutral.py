@@ -1,7 +1,7 @@
 """Neutral uploads, which a site sends under masks instead of a result that must not leave the site.
 
-The server can compute every site's neutral upload from the model that it sent. A sum therefore reveals nothing about a
-site that sends a neutral upload. A counter shows how many sites send a neutral upload (see
+The server can compute every site's neutral upload itself, from the model that it sent. A sum therefore reveals nothing
+about a site that sends a neutral upload. A counter shows how many sites send a neutral upload (see
 `fedloom_sites.deploy.secure.counters`).
 """
 
@@ -27,11 +27,11 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
         down: message that the site received.
         t: round.
         ids: number of the site ``[1]``.
-        idle: upload that determines the shapes.
+        idle: upload that determines the shapes of the arrays.
 
     Returns:
-        The upload, with zeros in place of numbers that are not finite. All numbers are zero if the method needs samples
-        to compute the upload.
+        The upload, in which numbers that are not finite are replaced by zeros. All numbers are zero if the method needs
+        samples to compute the upload.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:

@@ -1,11 +1,11 @@
 """Program that runs the app installed at a site, whatever app the server sends, and protects its tasks with a secret.
 
-On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine can then fetch
-the site's tasks from the port over which its processes communicate. Here, the site's network process and the process
+On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine could then
+fetch the site's tasks from the port over which its processes communicate. The site's network process and the process
 that starts its tasks share random bytes, which are generated anew at each start. This module is the program that a task
 runs: Flower's program, but with fedloom's app.
 
-Neither process imports Flower's command-line programs where Flower's functions are sufficient. The process that starts
+Neither process imports Flower's command-line programs where functions of Flower are sufficient. The process that starts
 tasks is forked before the network process starts a thread, so that both processes share Flower's modules in memory.
 """
 
@@ -32,7 +32,7 @@ NOT_LET_IN = (
     "says that the key is rejected, ask the coordinator. Otherwise end the other node, or wait a "
     "minute."
 )
-"""Line that a site's log contains next to Flower's exit code, which gives no reason."""
+"""Line in a site's log that appears next to Flower's exit code, because the exit code gives no reason."""
 
 
 def start_executor(words: Sequence[str], folder: Path) -> int:

@@ -105,7 +105,7 @@ class PlainAnswers:
 
 
 def single(arrays: list[bytes]) -> bytes:
-    """Return the single array in a message.
+    """Return the only array in a message.
 
     Raises:
         WireError: the message contains no array, or more than one.

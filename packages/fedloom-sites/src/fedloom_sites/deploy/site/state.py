@@ -1,4 +1,4 @@
-"""Files that a site keeps on its disk between rounds. Every file is written in full, with a checksum.
+"""Files that a site keeps on its disk between rounds. Every file is written completely and contains a checksum.
 
 A generation is the state after a round, together with the reply that the site sent: ``round-000012.state``. A
 generation is pending until the next message from the server names it as accepted. ``accepted.json`` stores the accepted
@@ -42,7 +42,7 @@ class Generation(NamedTuple):
     """A site's state after a round.
 
     Attributes:
-        round: round that produced the state.
+        round: round after which the state was stored.
         base: accepted round from which the state was computed. 0 stands for the template.
         digest: digest of the download from which the state was computed.
         tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
@@ -90,9 +90,9 @@ class SiteState:
         """Return the generation that the server accepted, or None (which stands for the template) if none was accepted.
 
         The accepted generation becomes the site's state. The site ignores any other pending generation. If the accepted
-        generation is missing (because of a damaged file or a lost disk), it is replaced by the last accepted generation
-        that is available, otherwise by the template. In both cases, a sentence is added to `notes`. The last accepted
-        state that is available stays on the disk together with its model.
+        generation is missing (because of a damaged file or a lost disk), the last accepted generation that is available
+        replaces it, otherwise the template. In both cases, `notes` gets a sentence about it. The newest accepted state
+        that is available stays on the disk together with its model.
 
         Raises:
             Rewound: the server went back beyond the previously accepted round.
@@ -142,7 +142,7 @@ class SiteState:
         return accepted, previous, held
 
     def _note(self, name: str, **facts: object) -> None:
-        """Write a small file to the folder, together with its experiment and client."""
+        """Write a small file to the folder, with a reference to its experiment and client."""
         make_folder(self.folder)
         write_atomic(self.folder / name, json.dumps({**self._key, **facts}).encode())
 
@@ -165,7 +165,7 @@ class SiteState:
     def changed(self, samples: str) -> str | None:
         """Return the stored digest of the site's samples if it differs from the new digest, otherwise None.
 
-        If no digest is stored yet, the new digest is stored.
+        If no digest is stored yet, this one is stored.
         """
         noted = self._noted(SAMPLES_FILE, str, "samples")
         if noted is None:
@@ -182,7 +182,7 @@ class SiteState:
         return [] if noted is None else noted[0]
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
-        """Return the generation that was computed for the same round, download and state, or None if there is none."""
+        """Return the generation that was computed for the same round, download and state, or None if none exists."""
         generation = self.read(round)
         return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 

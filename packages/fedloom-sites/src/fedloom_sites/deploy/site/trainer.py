@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Trained(NamedTuple):
-    """Result of a round at a site.
+    """What a round at a site produces.
 
     Attributes:
         output: data that the site sends and keeps.
@@ -64,11 +64,10 @@ class Trained(NamedTuple):
 
 
 Send = Callable[[Job, Generation | None, Trained, Any], dict[str, Tensor]]
-"""Function that maps the run, the state, the result and the download to the tensors of the next generation, which are
-the bytes of an upload (`reply`) and the rows to keep."""
+"""Function that maps a run, state, result and download to the next generation's tensors: upload (`reply`) and rows."""
 
 QUOTES_NO_VALUE = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
-"""Errors whose message reveals no value of a sample. Other messages may quote a cell, or text from the user's code
+"""Errors whose messages reveal no value of a sample. Other messages may quote a cell, or text from the user's code
 about a cell.
 
 A site that sends individual uploads includes these messages in its replies. Under masks or with a delta, a site sends
@@ -80,7 +79,7 @@ class Trainer:
     """A run at one site.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
         memory: the site's state on disk.
         fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
             settings.
@@ -94,7 +93,7 @@ class Trainer:
 
     @property
     def fed(self) -> Federation:
-        """The site's samples, as one client of the federation."""
+        """The site's samples, represented as one client of the federation."""
         check_private()
         return self._fed
 
@@ -154,7 +153,7 @@ class Trainer:
         return torch.tensor([self.site.client])
 
     def weighed(self, share: float) -> Job:
-        """Return the run with the share of the objective that the server assigned to the site."""
+        """Return the run with the share of the objective that the server has assigned to the site."""
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
@@ -175,7 +174,7 @@ class Trainer:
         *,
         stays_neutral: bool = False,
     ) -> Generation:
-        """Train in a round, and return the generation after the round.
+        """Train for a round, and return the generation that results.
 
         A repeated request receives the stored generation.
 
@@ -184,7 +183,7 @@ class Trainer:
             state: the site's state.
             t: round.
             download: message from the server.
-            send: function that encodes the upload, and those of its rows that are kept.
+            send: function that encodes the upload and those of its rows that are kept.
             weights: further numbers on which the upload depends.
             stays_neutral: True to send the neutral upload, whatever the training gives.
 
@@ -220,7 +219,7 @@ class Trainer:
 
     @property
     def _ledger(self) -> Ledger:
-        """Ledger of the site's releases.
+        """Ledger of what the site has released.
 
         If `site.toml` sets no limit, the limit allows one release per agreed round.
         """
@@ -232,11 +231,11 @@ class Trainer:
         return Ledger(self._memory.folder, noise, limit, f"site {self.site.site}", before, accepted, memory)
 
     def _trained(self, job: Job, down: Any, t: int, stays_neutral: bool) -> Trained:
-        """Train in a round, and return the result.
+        """Train for a round, and return the result.
 
         Under masks or with noise at the site, no answer shows that the training failed.
 
-        After a failure, the state remains unchanged. With noise, the site then sends only noise. Under masks, it sends
+        After a failure, the state is unchanged. With noise, the site then sends only noise. Under masks, the site sends
         its neutral upload.
         """
         site, work = self.site, torch.zeros(1, 3, dtype=torch.long)
@@ -291,7 +290,7 @@ class Trainer:
 
     @cached_property
     def _blank(self) -> Job:
-        """The same run on blank samples, so that a neutral upload reveals nothing about the site's samples."""
+        """The same run on blank samples, computed so that a neutral upload reveals nothing about the site's samples."""
         sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
         sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
         setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
@@ -310,20 +309,20 @@ class Trainer:
         return ClientOutput(up, self._site_state(job), torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
-        """Compute the scores of round ``t``, or return {} for a negative round. A failure is recorded as a note.
+        """Compute the scores of round ``t``, or return {} for a negative round. A failure is recorded in a note.
 
         If the disk cannot store the latest model, however, the site sends no answer.
 
         Args:
             job: run from `attach_local_data`.
-            models: messages from the server.
+            models: messages from the server that contain models.
             t: round.
             common: True if the global model is scored.
         """
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
     def attempt(self, what: str, score: Callable[[], T]) -> T | None:
-        """Return the result of a scoring function, or None if the function fails. A failure is recorded as a note.
+        """Return the result of a scoring function, or None if the function fails. A failure is recorded in a note.
 
         Raises:
             PublicReason: the disk is full or cannot be written to.
@@ -358,12 +357,12 @@ class Trainer:
 
     @property
     def sends_groups(self) -> bool:
-        """True if scores of groups leave the site, either along with summed scores or in a run without masks."""
+        """True if scores of groups leave the site, either together with summed scores or in a run without masks."""
         return self.scoring == ("per-site" if self.site.secure is None else "masked")
 
     @property
     def scoring(self) -> Literal["masked", "per-site", "off"]:
-        """Form in which scores leave the site: summed under masks, individually, or not at all (e.g. without noise)."""
+        """How scores leave the site: summed under masks, individually, or not at all (e.g. without noise)."""
         if self.private:
             return "off"
         return "per-site" if self.site.secure is None else self.site.secure.scores

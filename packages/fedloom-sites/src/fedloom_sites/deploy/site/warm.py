@@ -1,9 +1,9 @@
-"""A site's permanent process, which answers messages one by one and keeps data and model in memory between messages.
+"""A site's permanent process, which answers messages one by one and keeps data and model in memory.
 
-`handover` starts the process with a listening socket and with the lock that prevents a second process. The process ends
-together with its owner, or when the site's settings or the version change. If it is killed at any moment, nothing is
-lost, because everything relevant is on disk before an answer leaves the site. The process reads its data again if a
-data file has changed.
+`handover` starts the process, and passes it a listening socket and the lock that prevents a second process. The process
+ends when its owner ends, or when the site's settings or the version change. If it is killed at any moment, nothing is
+lost, because everything relevant is on disk before an answer leaves the site. The process reads its data again whenever
+a data file has changed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Warm:
     """A site's answers, with the required data cached in memory.
 
     Args:
-        site: settings of the site.
+        site: the site's settings.
     """
 
     def __init__(self, site: Site) -> None:
@@ -74,7 +74,7 @@ class Warm:
         return encode_records(client.reply(request))
 
     def prepare(self) -> None:
-        """Read and build everything that each answer needs. If this fails, the first answer reports the error."""
+        """Read and build everything that answers need. If this fails, the first answer reports the error."""
         with suppress(Exception):
             self._fresh().prepare()
 

@@ -175,7 +175,9 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
 def _check_lists(name: str, lists: Any, samples: int) -> None:
     """Raise an error if the samples of the clients are not valid positions."""
     if not isinstance(lists, Dealt):
-        raise ValueError(f"{name} must be fl.partitions.Dealt(index, offsets), got {_describe_type(lists)}")
+        raise ValueError(
+            f"{name} must be what fl.partitions.group_by_owner(index, owner, n) returns, got {_describe_type(lists)}"
+        )
     index, offsets = lists
     _check_positions(f"{name}: index", index, samples)
     if not _holds_integers(offsets):

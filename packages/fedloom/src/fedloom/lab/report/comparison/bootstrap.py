@@ -55,8 +55,8 @@ def _label_areas(weight: Numbers, samples: Predicted) -> Numbers:
     """Compute the mean AUROC of weighted samples over labels that some samples have and others do not have, ``[B]``."""
     total, defined = np.zeros(len(weight)), np.zeros(len(weight))
     for y, score in zip(samples.target.T, samples.prediction.T, strict=True):
-        known = np.flatnonzero(~np.isnan(y))
-        order = known[np.argsort(score[known], kind="stable")]
+        labelled = np.flatnonzero(~np.isnan(y))
+        order = labelled[np.argsort(score[labelled], kind="stable")]
         if len(order) == 0:
             continue
         first = np.flatnonzero(np.diff(score[order], prepend=-np.inf))  # of each group of equal scores
