@@ -52,11 +52,42 @@ def test_an_identifier_that_repeats_is_noted_until_it_is_the_subject(case: str) 
     assert [column.name for column in sound.prepare.columns] == ["age", "crp"]
 
 
-@pytest.mark.parametrize("name", ["patient_id", "id", "Fallnummer", "caseId", "MRN"])
+@pytest.mark.parametrize("name", ["patient_id", "id", "Fallnummer", "caseId", "MRN", "EmployeeNumber", "policynumber"])
 def test_a_number_of_a_person_that_would_be_a_feature_is_noted(name: str) -> None:
     numbers = np.random.default_rng(0).permutation(10**6)[:N]
     data = fl.Dataset.create(pd.DataFrame({name: numbers, **table()}), "died")
     assert any(f"column {name!r} differs in every row" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["uric_acid", "amount_paid", "case_load", "household_income", "patient_volume", "key_rate", "cases", "stay"],
+)
+def test_a_measurement_whose_name_contains_a_word_for_people_is_a_feature(name: str, tmp_path: Path) -> None:
+    cells = np.random.default_rng(2).integers(300, 360, N)
+    frame = pd.DataFrame({name: cells, **table()})
+    assert fl.Dataset.create(frame, "died").notes == ()
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    said = CliRunner().invoke(app, ["init", str(tmp_path / "t.csv"), "--target", "died"]).output
+    assert "subject:" not in said
+    assert f"{name!r}: identifies" not in said
+
+
+@pytest.mark.parametrize("cell", ["unknown", "-1", "0", "999"])
+@pytest.mark.parametrize("memory", [False, True])
+def test_rows_of_unknown_subjects_are_not_silently_one_patient(cell: str, memory: bool) -> None:
+    who = [cell if k % 10 == 3 else str(k // 3 + 1) for k in range(N)]
+    plain = pd.DataFrame({"who": who, **table()})
+    if memory:
+        data = fl.Dataset.create((plain[["age", "crp"]].to_numpy(), plain["died"].to_numpy()), subject=who)
+        notes = fl.partitions.iid(clients=3)(data, seed=0).notes
+    else:
+        notes = fl.Dataset.create(plain, "died", subject="who").notes
+    assert any(f"{cell!r} (24 rows) may mean that the subject is unknown" in note for note in notes)
+    if cell == "0":  # which other columns contain
+        return
+    sound = fl.Dataset.create(plain, "died", subject="who", missing=(cell,), unlabelled="drop")
+    assert (len(sound), any("unknown" in note for note in sound.notes)) == (216, False)
 
 
 def smooth(count: int, seed: int = 0, side: int = 16) -> torch.Tensor:

@@ -576,7 +576,8 @@ def test_numbers_and_words_that_may_mean_missing_are_named_and_left_alone(case: 
 def test_the_estimators_of_scikit_learn_have_the_notes_of_the_survey() -> None:
     frame = clean(1).assign(code=lambda f: f["ill"] * 3)
     frame.insert(0, "Unnamed: 0", COUNT)
-    fitted = FederatedClassifier(rounds=1).fit(frame.drop(columns="ill"), frame["ill"])
+    with pytest.warns(UserWarning, match="column 'Unnamed: 0' numbers the rows"):
+        fitted = FederatedClassifier(rounds=1).fit(frame.drop(columns="ill"), frame["ill"])
     assert any("column 'Unnamed: 0' numbers the rows" in note for note in fitted.notes_)
     assert any("column 'code' alone predicts 'y'" in note for note in fitted.notes_)
     sound = clean()

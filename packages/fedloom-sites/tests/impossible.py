@@ -47,6 +47,11 @@ def summed(outputs: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, y, reduction="sum")
 
 
+def likelihood(outputs: Tensor, y: Tensor) -> Tensor:
+    """A loss of log probabilities, which the models do not return."""
+    return nn.functional.nll_loss(outputs, y)
+
+
 def single(outputs: Tensor, y: Tensor) -> Tensor:
     """A loss of every sample."""
     return nn.functional.cross_entropy(outputs, y, reduction="none")
@@ -264,6 +269,7 @@ def _rows() -> list[Row]:
         Row("FedPAC on one layer", "head-missing", "fedpac", model="make_bare"),
         Row("FedProto without a representation", "representation-missing", "fedproto", model="make_flat"),
         Row("a loss that is a sum", "loss-is-a-sum", choices={"task": {"loss": f"{HERE}:summed"}}),
+        Row("a loss of log probabilities", "loss-is-unbounded", choices={"task": {"loss": f"{HERE}:likelihood"}}),
         Row("a loss of single samples", "loss-per-sample", choices={"task": {"loss": f"{HERE}:single"}}),
         Row("class weights of numbers", "class-weights-need-classes", choices={"task": {"class_weights": "balanced"}},
             data="numbers", model="softmax"),

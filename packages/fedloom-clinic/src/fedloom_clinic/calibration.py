@@ -3,9 +3,9 @@
 References: A. P. Dawid, JASA 1982. M. P. Naeini et al., AAAI 2015 (calibration error by bins). G. W. Brier, Monthly
 Weather Review 1950 (Brier score).
 
-The score of a row is the probability of the second class in a binary task. In other tasks, it is the probability of the
+In a binary task, a row's score is the probability of the second class. In other tasks, it is the probability of the
 most probable class. In each agreed bin, rows are counted, and their scores and outcomes are summed. A bin is merged
-with its neighbors if too few clients have enough subjects with and without the outcome in it, as in `conformal`.
+with its neighbors if too few clients have enough subjects with and without the outcome in it (as in `conformal`).
 """
 
 from __future__ import annotations

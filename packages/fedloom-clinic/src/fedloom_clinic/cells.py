@@ -19,7 +19,7 @@ OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
 """Names of the cell for rows that have no code, in a group column and in a feature."""
 CLIENT_GROUP = "client"
-"""Word with which a user makes each client a group of its own."""
+"""Word by which a user makes each client its own group."""
 
 
 class MergedCells(NamedTuple):
@@ -27,7 +27,7 @@ class MergedCells(NamedTuple):
 
     Attributes:
         names: names of the cells.
-        of: index of the merged cell that each original cell belongs to, ``[L]``. An original cell that was merged
+        of: index of the merged cell to which each original cell belongs, ``[L]``. An original cell that has been merged
             belongs to the cell "other".
     """
 
@@ -78,7 +78,7 @@ def groups_of(schema: Schema, group: str | None, clients: int) -> tuple[str, ...
 
 
 def group_codes(client: ClientRows, terms: AnalysisTerms, group: str | None) -> Tensor:
-    """Return the index of the group that each row belongs to, ``[N]``.
+    """Return the index of the group to which each row belongs, ``[N]``.
 
     If fewer subjects lack a group than the rules allow to be counted, their rows do not form a group. Rows in these
     cells are added to the client's most frequent group instead.
@@ -109,7 +109,7 @@ def count_subjects(codes: Tensor, subjects: Tensor, cells: int) -> Tensor:
 
     Args:
         codes: cell that each row belongs to ``[N]``.
-        subjects: subject that each row belongs to ``[N]``.
+        subjects: subject to which each row belongs ``[N]``.
         cells: number of cells.
     """
     pairs = torch.stack([codes, subjects], 1).unique(dim=0)
@@ -122,18 +122,18 @@ def merges(rules: Rules) -> bool:
 
 
 def merged_cells(names: Sequence[str], flags: Tensor, rules: Rules, gaps: bool | None = None) -> MergedCells:
-    """Return the cells after merging those in which too few clients have enough rows into "other".
+    """Return the cells after those in which too few clients have enough rows are merged into "other".
 
-    One cell in which enough clients have enough rows is merged as well, so that no sum reveals the content of the
-    merged cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it,
-    because clients do not count it in this case, see `group_codes`.
+    One cell in which enough clients have enough rows is also merged, so that no sum reveals the content of the merged
+    cells. The cell for missing values, which comes last, is not merged if no client has enough rows in it, because
+    clients then do not count it (see `group_codes`).
 
     Args:
         names: names of the cells.
         flags: 1 where a client has at least the minimum number of rows in a cell, ``[n, L]``.
         rules: agreed rules.
-        gaps: True if at least one client counts the cell for missing values. If None, this follows from the flags of
-            the last cell.
+        gaps: True if at least one client counts the cell for missing values. If None, the flags of the last cell
+            determine this.
     """
     if not merges(rules) or len(names) == 1:
         return every_cell(names)

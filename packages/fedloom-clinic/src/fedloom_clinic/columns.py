@@ -1,4 +1,4 @@
-"""Columns of a regression: numeric columns, and an indicator for each level of a coded column except the first."""
+"""Columns of a regression: numeric columns, and an indicator for each but the first level of a coded column."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Mask = NDArray[np.bool_]
 MAX_ROW_SHARE = 0.5
 """Maximum share that a single row may have in the total weight of a client's rows, if the rules protect rows."""
 NARROWEST_RANGE = 1e-9
-"""Minimum width of a range, which allows a constant column to be divided by the width."""
+"""Minimum width of a range, so that even a constant column can be divided by the width."""
 
 
 class DesignColumns(NamedTuple):
@@ -187,5 +187,5 @@ def square(halves: Floats, size: int) -> Floats:
 
 
 def tensor(*parts: ArrayLike) -> Tensor:
-    """Concatenate the numbers of several arrays to one float64 vector ``[k]``."""
+    """Join the values of several arrays to one float64 vector ``[k]``."""
     return torch.from_numpy(np.concatenate([np.ravel(np.asarray(part, float)) for part in parts]))

@@ -1,4 +1,4 @@
-"""Split conformal prediction: a threshold on scores, shared or for each client, computed from histograms of the scores.
+"""Split conformal prediction: a threshold on scores, common or for each client, computed from histograms of scores.
 
 References: V. Vovk, A. Gammerman, G. Shafer, "Algorithmic Learning in a Random World", 2005. M. Sadinle, J. Lei, L.
 Wasserman, JASA 2019 (scores 1 - p of a class). C. Lu et al., "Federated Conformal Predictors", ICML 2023.
@@ -8,15 +8,15 @@ subjects in the range that covers all bins, in each of its halves, in each half 
 with the largest scores, neighboring ranges are merged until they contain a range that enough clients reach in this way.
 All parties derive the same bins from this number.
 
-A prediction set contains every class whose probability is at least 1 - threshold, see `fedloom predict
---set-threshold`. In a regression, scores are absolute residuals, and the interval is the prediction plus and minus the
+A prediction set contains every class whose probability is at least 1 - threshold (see `fedloom predict
+--set-threshold`). In a regression, scores are absolute residuals, and the interval is the prediction plus and minus the
 threshold (J. Lei et al., JASA 2018). With n calibration rows, the threshold is the end of the bin that contains the
 score of rank ceil((n + 1) (1 - alpha)). If a new row has the same distribution as the calibration rows, its set
 contains its class with a probability between 1 - alpha and 1 - alpha + 1 / (n + 1) + the mass of a bin. A shared
 threshold guarantees this for the pooled rows of all clients, but not at each client.
 
 Calibration rows are drawn from the test part, which was not used to choose the round, the model or any setting. The
-coverage is measured on the other test rows.
+coverage is measured on the remaining test rows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 EVERY_CLASS = 2.0
 """Threshold that is higher than all scores. This threshold is used if there are too few calibration rows for a smaller
-threshold, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also
-infinite if it would be beyond the last bin."""
+one, so that sets contain every class. In a regression, the threshold is then infinite. The threshold is also infinite
+if it would otherwise be beyond the last bin."""
 
 
 class Calibrated(NamedTuple):
@@ -57,7 +57,7 @@ class Calibrated(NamedTuple):
         reached: number of clients that have enough subjects in each range of bins, ``[S, B]``.
         thresholds: thresholds on scores, ``[S]``.
         rows: number of calibration rows for each threshold, ``[S]``.
-        covered: totals from the last question.
+        covered: totals obtained from the last question.
     """
 
     terms: AnalysisTerms
@@ -240,8 +240,8 @@ class Conformal(Analysis):
     def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
         """Return the end of the bin in which the score of the required rank lies.
 
-        If there are too few rows, return a threshold above all scores. Scores that exceed the range of residuals fall
-        in the last bin, which has no upper end.
+        If there are too few rows, return a threshold that is higher than all scores. Scores that exceed the range of
+        residuals fall in the last bin, which has no upper end.
         """
         rank = math.ceil((float(counts.sum()) + 1) * (1 - self.alpha) - 1e-9)
         at = len(counts) if rank > counts.sum() else int(torch.searchsorted(counts.cumsum(0), float(rank)))
@@ -290,7 +290,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: str) -> Tenso
 
 
 def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
-    """Return ranges of bins, from all bins to single bins. Each range is listed before its two halves."""
+    """Return ranges of bins, from the range of all bins to single bins. Each range is listed before its two halves."""
     ranges = [(0, bins)]
     for low, high in ranges:  # grows while it is read
         if high - low > 1:
@@ -299,7 +299,7 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
-    """Raise if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
+    """Raise an error if numbers ``[B]`` of clients that reach each of `ranges_of_bins` cannot be sums of `flag_ranges`.
 
     If a client has enough subjects in a range, it also has enough subjects in every range that contains this range.
 
@@ -323,7 +323,7 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 
     Args:
         bin_of: bin that each row belongs to, ``[N]``.
-        subjects: subject that each row belongs to, ``[N]``.
+        subjects: subject to which each row belongs, ``[N]``.
         ranges: ranges of bins.
         least: minimum number of subjects.
     """
@@ -334,7 +334,7 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
 def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
     """Return the ends of the merged bins, which lie between 0 and the number of bins.
 
-    Each merged bin contains a range of bins in which enough clients have enough subjects.
+    Each merged bin covers a range of bins in which enough clients have enough subjects.
 
     Args:
         reached: number of clients that have enough subjects in each range, ``[B]``.

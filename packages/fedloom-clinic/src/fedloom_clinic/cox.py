@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 MAX_BINS = 1000
 MIN_COLUMN_SPREAD = 1e-9
-"""Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column. The
-standard deviation of a constant column is smaller than this, even with rounding errors."""
+"""Minimum standard deviation, relative to the agreed range, at which a column is considered to vary. A constant column
+has a smaller standard deviation than this, even with rounding errors."""
 MAX_EXPONENT = 700.0
 """Largest exponent for which a bound is within the range of float64."""
 
@@ -394,7 +394,7 @@ def _open_sums(vector: Floats, p: int, *, tilted: bool) -> RiskSums:
 
 
 def _symmetric(numbers: int, most: float, step: float = 2.0**-36) -> Bounds:
-    """Return the bounds of numbers that may be positive or negative."""
+    """Return bounds for numbers that may be positive or negative."""
     ends = torch.full((numbers,), float(most), dtype=torch.float64)
     return Bounds.between(-ends, ends, step)
 

@@ -64,11 +64,12 @@ if TYPE_CHECKING:
 
 FAMILY_OF_TASK = {"binary": "logistic", "count": "poisson", "regression": "linear"}
 MIN_COLUMN_SPREAD = 1e-9
-"""Minimum standard deviation of a column that is regarded as varying, relative to the agreed range of the column."""
+"""Minimum standard deviation, relative to the agreed range, at which a column is considered to vary."""
 ANSWER_STEP = 2.0**-36
 """Rounding step under masks: the numbers in an answer are rounded to multiples of this step."""
 MAX_EXPONENT = 700.0
-"""Maximum linear predictor for which a bound is computed. For larger predictors, exp exceeds the range of float64."""
+"""Largest linear predictor for which a bound is computed. For larger linear predictors, exp exceeds the range of
+float64."""
 
 
 class Glm(Penalized):
@@ -384,5 +385,5 @@ class Glm(Penalized):
 
 
 def _symmetric(most: Tensor) -> Bounds:
-    """Return the bounds of numbers that may be positive or negative."""
+    """Return bounds for numbers that may be positive or negative."""
     return Bounds.between(-most.double(), most.double(), ANSWER_STEP)

@@ -50,7 +50,7 @@ class Counted(NamedTuple):
 
 
 class SurvivalCurve(NamedTuple):
-    """Kaplan-Meier curve ``[J]`` of a group, with its smallest possible value for exact times, and its log variance."""
+    """A group's Kaplan-Meier curve ``[J]``, its smallest possible value for exact times, and its log variance."""
 
     at_risk: Floats
     events: Floats
@@ -165,7 +165,7 @@ class KaplanMeier(Analysis):
         return torch.from_numpy(bin_ends(self.width, last))
 
     def _counts(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
-        """Return the numbers of events and of censored rows in the agreed bins and groups, ``[G, 2, J]``."""
+        """Return the numbers of events and of censored rows for the agreed bins and groups, ``[G, 2, J]``."""
         bins, groups = len(self._ends(terms)), len(groups_of(terms.schema, self.group, len(terms.sizes)))
         code, place, event = self._places(client, terms)
         at = (code * 2 + (~event).long()) * bins + place

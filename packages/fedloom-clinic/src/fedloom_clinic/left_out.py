@@ -1,4 +1,4 @@
-"""Results for a new client: each method is trained without each client in turn and scored at the client left out."""
+"""Results for a new client: each method is trained without each client in turn, and scored at the client left out."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def remove_client(fed: Federation, client: int) -> Federation:
 def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """Return the scores of a run's global model, trained without a client, on all samples of this client.
 
-    The columns of a table are scaled by the medians of the other clients, as they are if a new client uses the model.
-    As an alternative, they are scaled by the client's own rows, which is possible for a client that has rows.
+    The columns of a table are scaled by the other clients' medians, as they are when a new client uses the model. As an
+    alternative, they are scaled by the client's own rows, which is possible for a client that has rows.
 
     Args:
         result: result of the run without the client.

@@ -1,7 +1,7 @@
 """Penalties of regressions that are computed from sums: options, and folds of a cross-validation at each client.
 
-Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is a
-sum over rows, or it can be computed from sums over the rows at risk. Clients therefore answer two questions in every
+Firth's penalty needs tr(V dI / d beta_r), where V is the inverse of the information. If V is public, this quantity is
+either a sum over rows, or computed from sums over the rows at risk. Clients therefore answer two questions in every
 step: the first asks for the information, and the second sends them V. In a cross-validation, the fits for all strengths
 are requested at the same time.
 """
@@ -74,7 +74,7 @@ class Penalized(ScriptedAnalysis):
 
     @property
     def last_question(self) -> str:
-        """Name of the question that is asked in every step."""
+        """Name of the question asked in every step."""
         return "paths" if self.strength == "cv" else "tilted" if self.penalty == "firth" else "step"
 
 
@@ -93,11 +93,11 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
 def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
     """Return the fold of each row, ``[N]``. A subject is in a single fold, and folds have about equally many events.
 
-    Subjects are assigned to folds in the order of digests of their rows, so folds do not depend on anything else.
+    Subjects are assigned to folds in the order of digests of their rows, so the folds depend on nothing else.
 
     Args:
         design: rows that the regression uses.
-        client: client that the rows belong to.
+        client: client to which the rows belong.
         event: True for rows with the outcome, ``[N]``.
     """
     cells = np.hstack([design.x, design.y])
@@ -116,7 +116,7 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 
     Args:
         client: client whose rows are divided into folds.
-        terms: terms of the analysis.
+        terms: the analysis's terms.
         event_of: function that maps targets ``[N, k]`` to True for the rows with the outcome.
         least: minimum number of subjects with the outcome, and of subjects without it, in a fold.
     """
@@ -134,10 +134,10 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
 def divided_clients(terms: AnalysisTerms) -> list[bool]:
     """Return for each client whether its rows are divided into folds. The rows of all other clients are never held out.
 
-    The rows of a client are divided if each of its folds reaches the minimum counts in every cell.
+    A client's rows are divided if each of its folds reaches the minimum counts in every cell.
 
     Raises:
-        Refused: the rows of too few clients can be divided.
+        Refused: too few clients have rows that can be divided.
     """
     if not merges(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
@@ -161,7 +161,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
     Args:
         at: function that returns the likelihood of some rows ``[N]`` at given coefficients.
         betas: coefficients of all fits, ``[K, q]``.
-        fold: fold of each row, or -1 for rows that are never held out, ``[N]``.
+        fold: fold to which each row belongs, or -1 for rows that are never held out, ``[N]``.
     """
     sets = [fold != k for k in range(CV_FOLDS)] + [np.ones(len(fold), bool)]
     parts = [np.array([float(rows.sum()) for rows in sets])]
@@ -173,7 +173,7 @@ def fold_sums(at: Callable[[Floats, Mask], Likelihood], betas: Floats, fold: NDA
 
 
 def read_fold_sums(numbers: Floats, size: int) -> FoldSums:
-    """Return the sums of all fits, given as a vector. Each fit has ``size`` coefficients."""
+    """Return the sums of all fits from a vector. Each fit has ``size`` coefficients."""
     rows, rest = np.split(numbers, [CV_FOLDS + 1])
     fits = rest.reshape(FIT_COUNT, -1)
     return FoldSums(rows, fits[:, 0], fits[:, 1], fits[:, 2 : 2 + size], square(fits[:, 2 + size :], size))

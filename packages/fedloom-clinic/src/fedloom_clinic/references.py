@@ -1,4 +1,4 @@
-"""Reference models from scikit-learn, a regression and a forest, which are fitted at each site to its own rows."""
+"""Reference models from scikit-learn (a regression and a forest), which are fitted at each site to its own rows."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _models(fed: Federation, seed: int) -> dict[str, Any]:
 
 
 def _outputs(fed: Federation, model: Any, x: np.ndarray[Any, Any]) -> Tensor:
-    """Return the outputs in the form that a network for this task has: logits of classes, or values."""
+    """Return the outputs in the form that a network for this task produces: logits of classes, or values."""
     if not fed.data.classed:
         return torch.from_numpy(model.predict(x).reshape(len(x), -1))
     p = torch.full((len(x), len(fed.data.classes)), MIN_PROBABILITY, dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor from three questions.
+"""Ridge regression of numbers or classes over all clients, from Gram matrices: a predictor that takes three questions.
 
 References: A. E. Hoerl and R. W. Kennard, Technometrics 1970. Sums over sites as in V. Nikolaenko et al., S&P 2013.
 
 The inputs are those of a model, taken from training rows. Clients send first their means, then sums of squares around
-the overall means, and finally the Gram matrix of standardized inputs and targets. The coefficients therefore do not
-lose any digits because of the scale of a column.
+the overall means, and finally the Gram matrix of standardized inputs and targets. A column's scale therefore costs the
+coefficients no digits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_RELATIVE_SPREAD = 1e-13
 
 MEAN_STEP, SQUARE_STEP, GRAM_STEP = 2.0**-60, 2.0**-90, 2.0**-36
 """Rounding steps under masks: means and squares relative to the largest input, products at unit deviation. If an input
-varies by only a millionth of the agreed range, its deviation still has six digits."""
+varies by only a millionth of the agreed range, its deviation is still accurate to six digits."""
 
 
 class RidgeRows(NamedTuple):
@@ -50,7 +50,7 @@ class LinearPredictor(nn.Module):
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs in the dtype of the inputs."""
+        """Return the outputs in the same dtype as the inputs."""
         return inputs.flatten(1) @ self.weight.to(inputs).T + self.bias.to(inputs)
 
 
@@ -183,7 +183,7 @@ class RidgeRegression(ScriptedAnalysis):
 
 
 def _solution_error(system: Tensor, beta: Tensor, error: Tensor, penalty: Tensor) -> Tensor:
-    """Return the largest effect of rounding on the solution of a linear system, as a distance for each output, ``[c]``.
+    """Return the largest effect of rounding on the solution of a linear system, as a distance per output, ``[c]``.
 
     Args:
         system: matrix of the system, including the ridge, ``[p, p]``.
@@ -214,7 +214,8 @@ def _row_sums(largest: Tensor, most: float, step: Tensor) -> Bounds:
 def input_names(schema: Schema) -> list[str]:
     """Return a name for each number in an input.
 
-    A coded column has one number for each level. A column with a flag has one more number, which marks missing cells.
+    A coded column has one number for each level. A column with a flag has an additional number that marks missing
+    cells.
     """
     names = list[str]()
     for column in schema.columns:

@@ -25,7 +25,7 @@ UNIT_FACTORS = {
     "mg/dl", 2.205: "kg and pounds", 2.54: "inches and cm", 100.0: "a hundredfold unit", 10.0: "a tenfold unit",
     1000.0: "a thousandfold unit", 365.25: "days and years", 30.44: "days and months",
 }  # fmt: skip
-"""Ratios between two units of the same quantity. They are the ratios that occur most often in clinics."""
+"""Ratios between two units of the same quantity. These are the ratios that occur most often in clinics."""
 UNIT_TOLERANCE = 0.15
 """Relative tolerance within which the ratio of two clients' medians counts as the ratio of two units."""
 NOTED_DISTANCE = 1.0
@@ -50,7 +50,7 @@ class SummaryColumn:
 
     Args:
         name: name of the column.
-        place: position of the column in the rows.
+        place: the column's position in the rows.
         edges: edges of the bins of a numeric column, ``[bins + 1]``. None for a coded column.
         cells: cells of a coded column.
         levels: number of levels of a coded column before cells were merged.
@@ -66,12 +66,12 @@ class SummaryColumn:
 
     @property
     def shown(self) -> int:
-        """Number of cells except the cell for missing values."""
+        """Number of cells, without the cell for missing values."""
         return len(self.cells.names) - (self.cells.names[-1] == MISSING_LEVEL)
 
     @property
     def size(self) -> int:
-        """Number of values for the column in the first answer, in each group.
+        """Number of values that the first answer contains for the column in each group.
 
         There is one value for each cell. A numeric column also has the numbers of missing rows and of rows outside the
         range, and a sum.
@@ -96,7 +96,7 @@ class GroupMoments(NamedTuple):
 def describe_number(
     column: SummaryColumn, groups: MergedCells, counted: list[Floats], of: GroupMoments, between: float, clients: int
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows of the table for a numeric column, one for each group that has rows."""
+    """Yield the rows of the table for a numeric column: one for each group that has rows."""
     assert column.edges is not None
     edges, some = column.edges.numpy(), [g for g, block in enumerate(counted) if block[:-1].any()]
     n, mean = of.rows, of.centre[:-1] * of.half + of.middle
@@ -126,7 +126,7 @@ def describe_number(
 
 
 def _bound(of: GroupMoments, group: int) -> float | None:
-    """Return the largest effect of rounding on the mean or deviation of a group.
+    """Return the largest effect of rounding on a group's mean or deviation.
 
     Return None if there are fewer than two rows.
     """
@@ -201,7 +201,7 @@ def _number(p: float | None) -> float | None:
 def note_clients(rows: list[dict[str, object]]) -> None:
     """Add notes about clients whose numbers stand out, and suggest a different unit as a possible reason.
 
-    The unit is only a guess, and it is never applied.
+    The unit is merely a guess, and is never applied.
     """
     numbers = [row for row in rows if row.get("counts") is not None]
     for row in numbers:

@@ -3,8 +3,8 @@
 References: T. J. Pollard et al., "tableone", JAMIA Open 2018. D. Yang and J. E. Dalton, SAS Global Forum 2012 (the
 standardized difference of levels). The tests are those of SciPy, but are computed from the same sums.
 
-Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed around the means from the first question, by
-means of a second question.
+Numbers are scaled to [-1, 1] by the agreed ranges. Deviations are computed with a second question, around the means
+from the first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedloom.engine import Setting
 
 SUM_STEP = 2.0**-36
-"""Rounding step under masks: sums and squares are rounded to multiples of this step."""
+"""Rounding step under masks: sums and squares are rounded to multiples of it."""
 HOMOGENEITY_STEP = 2.0**-3
 """Rounding step of a statistic of homogeneity over clients if small cells are merged, on the scale of a chi-square
 statistic."""
@@ -92,7 +92,7 @@ class TableOne(ScriptedAnalysis):
 
     @property
     def _min_variance(self) -> float:
-        """Smallest variance on [-1, 1] that a statistic is divided by, which is the variance within an agreed bin."""
+        """Smallest variance on [-1, 1] by which a statistic is divided: the variance within an agreed bin."""
         return (2 / self.bins) ** 2 / 12
 
     def check(self, schema: Schema, setting: Setting | None = None) -> None:
@@ -278,7 +278,7 @@ class TableOne(ScriptedAnalysis):
         """Return a client's rows after filling gaps of fewer subjects in a group than the rules allow to be counted.
 
         A missing cell is replaced by the client's mean or most frequent level, and a number outside the agreed range by
-        the nearer end of the range. If a sum shows a number of gaps, this number therefore comes from enough subjects
+        the nearer end of the range. If a sum reveals a number of gaps, this number therefore comes from enough subjects
         of a client.
         """
         if terms.rules.min_subjects == 1:
@@ -306,7 +306,7 @@ class TableOne(ScriptedAnalysis):
 def compares_clients(terms: AnalysisTerms) -> bool:
     """Return True if statistics over clients are computed: small cells are not merged, or there are enough clients.
 
-    The number of clients excludes those that may be absent, and those that have too few rows in every cell.
+    The number of clients excludes those that may be absent, and those with too few rows in every cell.
     """
     present = sum(bool(flags.any()) for flags in terms.published)
     return not merges(terms.rules) or present - terms.rules.missing >= MIN_COMPARED_CLIENTS
@@ -329,7 +329,7 @@ def _levels(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
     """Return the number of subjects that have a row in each cell of a column.
 
-    The counts follow the order of the column's values in an answer. At the place of a sum, the count is 0.
+    The counts follow the order of the column's values in an answer. In place of the sum, the count is 0.
     """
     values = client.x[:, column.place]
     if column.edges is None:
@@ -343,7 +343,7 @@ def _subjects(client: ClientRows, column: SummaryColumn) -> Tensor:
 def _counted(
     client: ClientRows, terms: AnalysisTerms, columns: list[SummaryColumn], groups: MergedCells, group: str | None
 ) -> Tensor:
-    """Return the number of rows in each group, followed by the values of each column in each group."""
+    """Return the number of rows in each group, and then the values of each column in each group."""
     code = groups.of[group_codes(client, terms, group)]
     blocks = []
     for g in range(len(groups.names)):

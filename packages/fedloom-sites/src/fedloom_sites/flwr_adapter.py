@@ -48,7 +48,7 @@ if not TYPE_CHECKING:
 
 
 def encode_records(records: RecordDict) -> bytes:
-    """Encode records as the bytes in which Flower sends them."""
+    """Encode records in the form of bytes in which Flower sends them."""
     from flwr.common.serde import recorddict_to_proto
 
     message: bytes = recorddict_to_proto(records).SerializeToString()
@@ -76,7 +76,7 @@ def set_message_id(message: Message, id_: str) -> None:
 
 
 def connection_of(grid: Grid) -> Any:
-    """Return a grid's connection to Flower's server, or None if it has none.
+    """Return a grid's connection to Flower's server, or None if there is none.
 
     A grid within a single process has no connection.
     """

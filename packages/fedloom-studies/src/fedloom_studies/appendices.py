@@ -27,8 +27,8 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
             start with ``folder/`` in the page, and links back must start with ``../`` in an appendix.
 
     Raises:
-        ConfigError: a file exists that this command did not write. Such a file is a page with a different first line
-            or, if there is no page, a file in the folder.
+        ConfigError: a file exists that was not written by this command. Such a file is a page with a different first
+            line or, if there is no page, a file in the folder.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()

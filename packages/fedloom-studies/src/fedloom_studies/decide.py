@@ -1,8 +1,8 @@
-"""Experiments that may settle open headline claims, from a list that was frozen before the first of them was run.
+"""Experiments that may settle undecided headline claims, from a list that was frozen before the first of them was run.
 
 The file ``decide.toml`` lists every open headline claim on the page of the papers. For each claim, it names the
-experiment that may settle it, with its cost, or the reason why the claim stays open. An experiment either adds seeds to
-a recorded recipe, with the settings that were chosen at that time, or runs a recipe for the first time.
+experiment that may settle it, with its cost, or states why the claim remains undecided. An experiment either adds seeds
+to a recorded recipe, with the settings that were chosen at that time, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Decision(Value):
 
 
 class LeftOpen(Value):
-    """Open headline claims that no experiment of the list can settle."""
+    """Undecided headline claims that no experiment in the list can settle."""
 
     why: str
     claims: tuple[str, ...] = Field(min_length=1)
@@ -85,12 +85,12 @@ def add_seeds(
     recipe: Recipe, summary: RecipeSummary, seeds: list[int], out: Path, *, data_dir: Path | None = None,
     workers: int | str = 1, budget: TimeBudget | None = None, show: Show,
 ) -> RecipeSummary | None:  # fmt: skip
-    """Run more seeds with the settings of a recorded summary, and return the summary with these seeds added.
+    """Run a recorded summary's settings with more seeds, and return the summary with these seeds added.
 
     Return None if the time limit was reached.
 
     Args:
-        recipe: recipe that the summary belongs to.
+        recipe: recipe to which the summary belongs.
         summary: summary to extend.
         seeds: seeds to run.
         out: folder for the run directories. A second call with the same folder resumes the runs.
@@ -138,7 +138,7 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if seeds can be added to a recorded summary.
+    """Return True if seeds can be added to a summary that was recorded.
 
     If no seeds can be added, the entire recipe must be run.
     """
@@ -151,7 +151,7 @@ def is_done(one: Decision, recipe: Recipe, summary: RecipeSummary | None) -> boo
 
 
 def listing(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each experiment: recipe, seeds that it adds, core-hours, number of claims, and state."""
+    """Yield a row for each experiment: recipe, added seeds, core-hours, number of claims, and state."""
     experiments, left = decisions()
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")

@@ -19,14 +19,15 @@ LISTED_FOLDERS = (Path(str(fedloom.__file__)).parent, Path(__file__).parent)
 def keep_listing(name: str, question: object, rows: Callable[[], Sequence[Any]], *places: Path | None) -> list[Any]:
     """Return the rows of a listing from the cache.
 
-    The rows are computed and cached again if the code, the files or the question have changed.
+    The rows are computed and cached again after changes to the code, the files or the question.
 
     Args:
         name: name of the listing.
-        question: question that the rows answer. It is compared as text.
+        question: question that the rows answer. It is compared with other questions as text.
         rows: function that computes the rows, which consist of values that JSON supports.
-        places: folders of records and data that the rows depend on, in addition to the code and the data folder of the
-            environment. Only the files in a folder and in its subfolders matter, so that a large folder is not walked.
+        places: folders with records and data on which the rows depend, in addition to the code and the data folder of
+            the environment. Only the files in a folder and in its subfolders matter, so that a large folder is not
+            walked.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (data, *places) if place is not None]

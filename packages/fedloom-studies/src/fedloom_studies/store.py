@@ -78,7 +78,7 @@ def _parsed(file: Path, *_state: int) -> list[Any]:
 
 
 def read_document(file: Path, kind: type, cure: str = "delete it and run it again") -> dict[str, Any]:
-    """Read a dictionary from a file and check that all of its values have the type ``kind``.
+    """Read a dictionary from a file, and check that each of its values has the type ``kind``.
 
     Return {} if the file does not exist.
 

@@ -10,7 +10,8 @@ If a callback's decisions depend only on ``state.records``, a restart does not a
 contains the records of all rounds. Any data that a callback stores in itself are lost at a restart. If a callback ended
 a run, the run is considered complete: running it again gives the same result.
 
-    history = fl.callbacks.History() fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
+    history = fl.callbacks.History()
+    fl.simulate(method, fed, callbacks=[history, fl.callbacks.EarlyStop(patience=5)])
     history.table()
 """
 

@@ -140,6 +140,8 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         numbered = [
             f"column {n!r} {why}. Leave it out" for n, c in features.items() if (why := reason_left_out(n, c, len(x)))
         ]
+        for note in numbered:
+            warnings.warn(note, stacklevel=5)
         design = more.get("design")
         return (*numbered, *findings(features, outcome, users, units=None if design is None else design.units))
 
@@ -181,7 +183,8 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             None.
         classes_: names of the classes ``[C]``, or numbers of the labels ``[k]``.
         multilabel_: True if every row has several labels.
-        notes_: notes about columns with possible problems, such as row numbers or copies of the target.
+        notes_: notes about columns with possible problems, such as row numbers or copies of the target. `fit` also
+            warns about row numbers and personal data, which every table leaves out.
     """
 
     def __sklearn_tags__(self) -> Tags:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.analyses import Bounds, Question, Rules
+from fedloom.analyses import Bounds, Question, Rules, run
 from fedloom.errors import CheckpointError, ConfigError, DataError, Refused, WireError
 from fedloom.seeds import numpy_generator
 from tests.analyses.toy import Quantiles
@@ -195,11 +195,15 @@ def test_rows_of_a_table_are_raw_in_a_federation():
     assert found.table["value"][0].as_py() == pytest.approx(np.mean([30, 40, 70, 55, 61]))
 
 
-def test_an_unknown_column_or_name_is_refused_before_any_work():
+def test_an_unknown_column_or_name_is_refused_before_any_work(monkeypatch):
     with pytest.raises(ConfigError, match="no column of numbers 'x7'. It has: x0, x1"):
         fl.analyze(Quantiles(column="x7"), CLIENTS)
     with pytest.raises(ConfigError, match="unknown analysis kind 'quantile'"):
         fl.analyze("quantile", CLIENTS)
+    with monkeypatch.context() as alone:  # as if only the library were installed
+        alone.setattr(run, "find_spec", lambda _: None)
+        with pytest.raises(ConfigError, match="More analyses come with the package fedloom-clinic"):
+            fl.analyze("kaplan", CLIENTS)
     with pytest.raises(ConfigError, match="with_"):
         fl.analyze(TOY, CLIENTS, bins=3)
 

@@ -217,6 +217,9 @@ def test_what_works_and_is_seldom_meant_has_a_note() -> None:
     assert "the model ends with a softmax" in str(run(model=twice).notes)
     assert "softmax" not in str(run(model=nn.Linear(6, 3)).notes)
     assert "softmax" not in str(run(model=twice, task={"loss": nn.functional.nll_loss}).notes)
+    hidden = nn.Sequential(twice, nn.Flatten())  # as by torch.softmax in `forward`
+    assert "the model ends with a softmax" in str(run(model=hidden, task={"metrics": ["macro_f1"]}).notes)
+    assert "softmax" not in str(run(model=nn.Sequential(nn.Linear(6, 3), nn.LogSoftmax(-1))).notes)
 
 
 @pytest.mark.parametrize(

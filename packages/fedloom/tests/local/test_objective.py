@@ -27,7 +27,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 def coupled(output: Tensor, target: Tensor) -> Tensor:
     """Not a sum over samples."""
-    return functional.cross_entropy(output, target) ** 2 + output.logsumexp(0).mean()
+    return functional.cross_entropy(output, target) ** 2 + output.logsumexp(0).square().mean()
 
 
 def work_of(problem: Problem, oracle: str, objective: Objective, **local: Any) -> tuple[Network, Work]:
@@ -148,6 +148,10 @@ def unreal(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target).to(torch.complex64)
 
 
+def upside_down(output: Tensor, target: Tensor) -> Tensor:
+    return -functional.cross_entropy(output, target)
+
+
 def broken(output: Tensor, target: Tensor) -> Tensor:
     found = functional.cross_entropy(output, target).exp()
     found.detach().mul_(2)
@@ -186,6 +190,8 @@ class Learned(torch.nn.Module):
         ),
         ({"loss": not_a_number}, "loss '.*not_a_number' is nan on 32 samples with the initial model. The loss"),
         ({"loss": cut_off}, "has no gradient. Compute the loss from the outputs"),
+        ({"loss": functional.nll_loss}, "nll_loss' has no lower bound on the outputs of this model"),
+        ({"loss": upside_down}, "upside_down' has no lower bound on the outputs of this model"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
         (
             {"loss": wrong_shape},

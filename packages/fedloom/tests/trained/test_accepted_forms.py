@@ -275,6 +275,7 @@ def test_what_is_no_sample_is_refused_in_a_sentence(given: Any, words: str, of_b
         of_bytes.predict(given)
 
 
+@pytest.mark.filterwarnings("ignore:samples. values are from")  # another scale, on purpose
 def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
     """Whether its floats were bytes divided by 255 is not known."""
     large = trained((LARGE / 16, Y))
@@ -299,6 +300,21 @@ def test_a_model_trained_on_floats_takes_no_bytes(of_floats: Models) -> None:
             models.model("global").scores(torch.from_numpy(BYTES))
 
 
+def test_samples_in_another_range_than_the_training_samples_have_a_warning(of_floats: Models) -> None:
+    """Training on floats from 0 to 1, and on the same floats from 0 to 255."""
+    large = trained((255 * FLOATS, Y))
+    for models, far in ((of_floats, 255 * FLOATS), (of_floats, (FLOATS - 0.5) / 0.25), (large, FLOATS)):
+        for entrance in (models.predict, models.predict_proba):
+            with pytest.warns(UserWarning, match=r"samples: values are from .* those of the training data were from"):
+                entrance(far)
+        for entrance in (models.model("global").score, models.adapt):
+            with pytest.warns(UserWarning, match="samples: values are from"):
+                entrance((far, Y))  # type: ignore[operator]
+    for ordinary in (FLOATS, FLOATS[:1], FLOATS / 2, FLOATS * 0, FLOATS * 0 + 1, (1.4 * FLOATS).clip(0, 1.4)):
+        of_floats.predict(ordinary)
+        large.predict(255 * ordinary)
+
+
 def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
     one = of_bytes.model("global")
     np.testing.assert_allclose(one.scores(torch.from_numpy(FLOATS)), one.scores(torch.from_numpy(BYTES)), atol=1e-6)
@@ -306,6 +322,7 @@ def test_raw_samples_of_another_type_are_refused(of_bytes: Models) -> None:
         one.scores(torch.from_numpy(BYTES).long())
 
 
+@pytest.mark.filterwarnings("ignore:samples. values are from")  # another scale, on purpose
 @pytest.mark.parametrize("given", [BYTES.astype(np.int32), BYTES.astype(np.uint16) * 257, BYTES > 128])
 def test_integers_are_accepted_by_a_model_of_integers_only(given: Any, of_floats: Models) -> None:
     """Floats from 0 to 1 may have come from them, which no one knows."""

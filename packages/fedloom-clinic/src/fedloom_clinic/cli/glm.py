@@ -21,7 +21,7 @@ def glm(
     strength: Strength = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Fit a regression over the sites of a table.
+    """Fit a regression over the rows of all sites of a table.
 
     The fit uses only sums. Coefficients are printed with their names and confidence intervals.
 

@@ -1,4 +1,4 @@
-"""Command ``fedloom init``: examines a table, reports all findings, and drafts an experiment file that runs."""
+"""Command ``fedloom init``: examines a table, reports what it finds, and drafts an experiment file that runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def init(
 ) -> None:
     """Examine a table and draft an experiment file for it.
 
-    All findings about the table are reported together. The draft can be run without changes unless questions remain. If
+    All findings about the table are reported at once. The draft can be run unchanged unless questions remain. If
     questions remain, the file contains them together with the options that answer them.
 
     Example: fedloom init patients.csv --client-column hospital --target died
@@ -109,7 +109,7 @@ def init(
 def _try(text: str, place: Path) -> Dataset:
     """Read the data with the draft's options, and return them.
 
-    This guarantees that a draft runs before it is written.
+    This ensures that a draft runs before it is written.
     """
     from fedloom.lab.experiment import parse
 

@@ -44,7 +44,7 @@ def read_strength(penalty: str, text: str | None) -> float | Literal["cv"] | Non
 
 
 def say_penalty(penalty: str, ridge: Ridge | None) -> None:
-    """Print a sentence about the penalty of a regression and the meaning of its intervals."""
+    """Print a sentence about a regression's penalty and the meaning of its intervals."""
     if ridge is not None:
         say(f"{ridge.words}. Standard errors belong to the penalized likelihood and ignore the bias due to shrinkage")
     elif penalty == "firth":

@@ -1,4 +1,4 @@
-"""Survey of a table before roles are assigned to its columns: kinds of columns, problems and notes."""
+"""Survey of a table before its columns are given roles: kinds of columns, problems and notes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from fedloom.data.survey.facts import (
     MAX_FEW_LEVELS,
     MOST_ALONE,
     PER_LEVEL,
-    PERSON_NAME_PATTERN,
     ColumnProfile,
     repeats,
 )
-from fedloom.data.survey.people import IDENTITY_KINDS, words
+from fedloom.data.survey.people import IDENTITY_KINDS, NEUTRAL_WORDS, names_person, split_name, words
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.hints import nearest
 
@@ -36,30 +35,25 @@ SITE_WORDS = words(
 """Words for organizations that collect rows. A ward, region, country or group is a property of a row, so the survey
 mentions it only as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
-"""Words for properties of a row that may also be the row's site."""
+"""Words for properties of a row that may also identify the row's site."""
 AMBIGUOUS_WORDS = words("school practice trust bank branch")
 """Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
 """Words next to a word in `AMBIGUOUS_WORDS` that show that it means an organization."""
-NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
-"""Words next to a word in `SITE_WORDS` that leave its meaning unchanged.
-
-Any other word, as in hospital_expire_flag, may change the meaning.
-"""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
-"""Pattern of column names that mean a number of sites."""
+"""Pattern of the names of columns that contain a number of sites."""
 
 
 class Survey:
     """Survey of a table.
 
     Args:
-        path: file that contains the table. For a CSV file, the separator and the decimal sign are detected.
+        path: file with the table. For a CSV file, the separator and the decimal sign are detected.
         options: options for reading the file, such as ``skip`` or ``sheet``.
 
     Raises:
-        DataError: the file does not exist or is not a table, rows differ in length, or several columns have the same
-            name.
+        DataError: the file does not exist or is not a table, its rows differ in length, or several columns have the
+            same name.
     """
 
     def __init__(self, path: Path, **options: Any) -> None:
@@ -99,17 +93,17 @@ class Survey:
         self.rows = len(next(iter(cells.values())))
 
     def column(self, name: str, what: str) -> ColumnProfile:
-        """Return the column that has a given name.
+        """Return the column with the given name.
 
         Raises:
-            ConfigError: the table has no column of this name.
+            ConfigError: the table has no column with this name.
         """
         if name not in self.columns:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return the columns that name the site of a row, and the columns that may name it.
+        """Return the columns that identify a row's site, and the columns that may identify it.
 
         Args:
             excluded: the target and its event column, neither of which can be the site column.
@@ -120,7 +114,7 @@ class Survey:
         ]  # fmt: skip
         sure, doubtful = list[str](), list[str]()
         for column in fit:
-            parts = {word.rstrip("0123456789") for word in split_words(column.name)}
+            parts = {*split_name(column.name)}
             if COUNT_OF_PATTERN.search(column.name):
                 continue
             if parts & SITE_WORDS and parts <= SITE_WORDS | NEUTRAL_WORDS:
@@ -137,7 +131,7 @@ class Survey:
         If a table has both patients and stays, the subject is the patient, because one patient can have several stays.
 
         Args:
-            excluded: the target, its event and the sites of rows.
+            excluded: the target, its event, and the column that names each row's site.
         """
         fit = [
             c for c in self.columns.values() if c.name not in excluded and (c.kind == "text" or c.whole)
@@ -145,12 +139,12 @@ class Survey:
             and (c.personal in IDENTITY_KINDS if c.personal else repeats(c.name, c.levels, len(c.present)))
         ]  # fmt: skip
         whole = [c for c in fit if all(c is other or _contains(c, other) for other in fit)]
-        first = sorted(whole or fit, key=lambda c: (PERSON_NAME_PATTERN.search(c.name) is None, len(c.levels)))
+        first = sorted(whole or fit, key=lambda c: (not names_person(c.name), len(c.levels)))
         sure = [c.name for c in first if names_person(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield pairs of columns with equal cells: each later column together with the first of them."""
+        """Yield pairs of columns with equal cells, in which each later column is paired with the first one."""
         first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()
@@ -159,19 +153,7 @@ class Survey:
             first_names.setdefault(key, name)
 
 
-def names_person(name: str) -> bool:
-    """Return True if a name can only mean a number that identifies a person, unlike ``stays_in_week_nights``."""
-    return all(
-        PERSON_NAME_PATTERN.search(word) or word.rstrip("0123456789") in NEUTRAL_WORDS for word in split_words(name)
-    )
-
-
 def _contains(one: ColumnProfile, other: ColumnProfile) -> bool:
     """Return True if rows with the same level of the other column always have the same level of this column."""
     pairs = {*zip(other.cells.tolist(), one.cells.tolist(), strict=True)}
     return len({level for level, _ in pairs}) == len(pairs)
-
-
-def split_words(name: str) -> list[str]:
-    """Return the words in a name such as ``hospital_id`` or ``hospitalId``, in lower case."""
-    return [word.lower() for word in re.findall(r"[^\W\d_a-z]?[^\W\d_A-Z]+|[^\W\d_a-z]+", name)]

@@ -22,7 +22,7 @@ QUESTIONS_NOTE = (
     "The draft does not run before these are answered: by the commands, or by hand (then delete the questions)."
 )
 MAX_LIST_CHARACTERS = 120
-"""Number of characters from which on a list is split into several lines."""
+"""Number of characters above which a list is split into several lines."""
 
 
 class ColumnRoles(NamedTuple):
@@ -31,20 +31,20 @@ class ColumnRoles(NamedTuple):
     Attributes:
         survey: survey of the table.
         task: task that follows from the target.
-        target: column to predict, or the first label. If None, the draft asks the user for the target.
+        target: column to be predicted, or the first label. If None, the draft asks the user for the target.
         event: column that is 1 for an event, if the target is a time.
         site: column that names the site of each row.
         categorical: names of the columns with text.
-        drop: columns that are left out, with the reasons.
+        drop: columns that are left out, each with the reason.
         missing: cells that mean missing, in addition to the usual markers.
-        impute: True if some cells of features are missing.
+        impute: True if some cells of feature columns are missing.
         shifts: for each column, the sites whose numbers may be in a different unit.
         clients: number of clients, used if no column names a site.
         width: number of features.
-        questions: questions that users must answer before the draft can be run.
+        questions: questions that the user must answer before the draft can be run.
         subject: column that names the subject of each row.
-        order: column of dates that may define the order of rows. The draft merely proposes this order.
-        labels: label columns of a multilabel task.
+        order: column of dates that may determine the order of the rows. The draft merely proposes this order.
+        labels: the label columns of a multilabel task.
     """
 
     survey: Survey

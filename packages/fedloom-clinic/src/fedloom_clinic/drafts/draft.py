@@ -1,4 +1,4 @@
-"""Draft of an experiment file, based on the content of a table, with sentences that explain the draft."""
+"""Draft of an experiment file, based on a table's content, with sentences that explain it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ from fedloom.data.survey.facts import (
     time_unit,
 )
 from fedloom.data.survey.leaks import LEAK_SHARE
+from fedloom.data.survey.people import names_person
 from fedloom.data.tables import Table, is_number, level
 from fedloom.errors import ConfigError, DataError
 from fedloom.formats import shorten_list
 from fedloom_clinic.drafts import outcomes
-from fedloom_clinic.drafts.columns import Survey, names_person
+from fedloom_clinic.drafts.columns import Survey
 from fedloom_clinic.drafts.document import MAX_SHOWN_NAMES, MIN_SITE_ROWS, ColumnRoles, experiment_file
 
 MIN_FEDERATION_ROWS = 10
-"""Minimum number of rows in a federation, and in a class that is not regarded as rare."""
+"""Minimum number of rows in a federation, and in a class that is not considered rare."""
 SUSPICIOUS_SCORE = 0.95
 """AUROC or R2 of a single column from which on the report mentions the column.
 
-If the name of the column matches `LATER_NAME_PATTERN`, the limit is `DOUBTFUL_IF_LATER` instead.
+If the column's name matches `LATER_NAME_PATTERN`, the limit is `DOUBTFUL_IF_LATER` instead.
 """
 DOUBTFUL_IF_LATER = 0.75
 
@@ -50,7 +51,7 @@ class Draft:
     Args:
         survey: survey of the table.
         by: column that names the site of each row. If None, the column is detected. If empty, no column names the site.
-        target: column to predict, or the 0/1 columns of several labels. If None, the column is detected.
+        target: column to be predicted, or the 0/1 columns of several labels. If None, the column is detected.
         event: column that is 1 for an event, if the target is the time to an event. If None, the column is detected. If
             empty, there is no event column.
         subject: column that names the subject of each row, if a subject may have several rows. If None, the column is
@@ -115,7 +116,7 @@ class Draft:
 
     @property
     def _classes(self) -> ColumnProfile | None:
-        """Column whose classes must occur at every site, which is the target or the event that belongs to a time.
+        """Column whose classes must occur at every site: the target, or the event that belongs to a time.
 
         None if the target is a measurement.
         """
@@ -217,7 +218,7 @@ class Draft:
         return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
     def _take_subject(self, option: str | None, by: str | None) -> None:
-        """Choose the column that identifies the subject of a row. A column that names sites is not chosen."""
+        """Choose the column that identifies the subject of a row. A column that names sites is never chosen."""
         survey = self._survey
         roles = [column.name for column in self._outcome]
         sites = survey.sites(roles)[0] if by is None else [by]
@@ -441,7 +442,7 @@ class Draft:
         return ""
 
     def _kind_of(self, column: ColumnProfile) -> str:
-        """Return "classification" if the column contains the classes of the outcome, else "regression"."""
+        """Return "classification" if the column contains the classes of the outcome, otherwise "regression"."""
         return "classification" if self._labels or column is self._classes else "regression"
 
     def _report_gaps(self, c: ColumnProfile) -> None:
@@ -455,7 +456,7 @@ class Draft:
         The agreement leaves units unspecified and takes ranges from the table.
 
         Args:
-            data: data that were read with the draft.
+            data: data that were read as drafted.
         """
         assert isinstance(data.prepare, Table)
         ranges = []
@@ -484,7 +485,7 @@ class Draft:
 
 
 def unnamed(data: Dataset, agreement: Agreement) -> list[str]:
-    """Return a sentence for each column that has levels which an agreement does not name.
+    """Return a sentence for each column with levels that are not named in an agreement.
 
     Args:
         data: data that contain all levels.

@@ -1,6 +1,6 @@
 """Outcome of a table, which is its target together with the event that belongs to a time.
 
-The outcome is chosen if the evidence for it is clear. Otherwise, the draft asks the user for it.
+The outcome is chosen if it has clear evidence. Otherwise, the draft asks the user to choose.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from sklearn.metrics import roc_auc_score
 
 from fedloom.data.sources.table.levels import TRUTH_WORDS
-from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, PERSON_NAME_PATTERN, ColumnProfile
-from fedloom.data.survey.people import plain_name, words
+from fedloom.data.survey.facts import MAX_FEW_LEVELS, PER_LEVEL, ColumnProfile
+from fedloom.data.survey.people import names_person, plain_name, split_name, words
 from fedloom.errors import ConfigError
 from fedloom.formats import shorten_list
-from fedloom_clinic.drafts.columns import Survey, split_words
+from fedloom_clinic.drafts.columns import Survey
 
 TIME_PATTERN = re.compile(
     r"follow.?up|surviv|time.?to|(^|[_\W])(time|days|weeks?|months|hours|duration|tte|futime|ptime|rfstime|t?stop)"
     r"([_\W]|\d?$)|^t\d?$|^tt[a-z]$|^(pfs|efs|dfs|rfs|os)([_\W]|$)|.+time$|^life(time|span)?$",
     re.IGNORECASE,
 )
-"""Pattern of names that mean a time to an event."""
+"""Pattern of names that mean the time to an event."""
 OTHER_TIME_PATTERN = re.compile(r"(^|[_\W])(age|los|stay|gestation|education)([_\W]|$)", re.IGNORECASE)
 """Pattern of names of times that are over when a row is recorded, so that they are never times to an event."""
 FOLLOW_UP = re.compile(
@@ -34,7 +34,7 @@ FOLLOW_UP = re.compile(
 """Pattern of names that mean the time under observation, as opposed to other times such as the time from diagnosis to
 treatment."""
 WHOLE_NAME_PATTERN = re.compile(r"^(days|weeks|months|t?stop)$", re.IGNORECASE)
-"""Pattern of names that mean the time under observation if no other column is a time."""
+"""Pattern of names that mean the time under observation if no other column contains a time."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
 """Pattern of names of times that occur only in survival tables. If a table contains only other times, a column of
 deaths may be a class to be predicted."""
@@ -47,9 +47,9 @@ user must state the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
 """Pattern of names for which, by convention in survival data, 1 means an event and 0 means censored. The name
-``censored`` may mean the opposite."""
+``censored`` may have the opposite meaning."""
 LONGER_TIME_PROBABILITY = 0.75
-"""Probability from which on the convention is regarded as confirmed. This is the probability that a censored time is
+"""Probability from which on the convention is considered confirmed. This is the probability that a censored time is
 longer than the time of an event.
 
 In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
@@ -58,7 +58,7 @@ this high. In none of these tables is it so low that 0 and 1 would be confused (
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Pattern of names that mean the time at which observation starts."""
 MIN_ENTRY_SHARE = 0.99
-"""Minimum fraction of rows in which the start must be before the end. This fraction is below 1 because real tables
+"""Minimum fraction of rows in which the start must precede the end. This fraction is below 1 because real tables
 contain typing errors."""
 COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
@@ -66,8 +66,7 @@ COUNT_PATTERN = re.compile(
 )
 """Pattern of names that mean a count."""
 MOST_CODES = 4
-"""Maximum number of distinct values in a column of events with codes other than 0 and 1, such as codes for censoring
-and competing causes."""
+"""Maximum number of distinct values in a column of events whose codes are not only 0 and 1."""
 
 CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
@@ -123,14 +122,14 @@ MAX_SHOWN_CANDIDATES = 6
 
 
 class TableOutcome(NamedTuple):
-    """Outcome for which an experiment is drafted.
+    """The outcome for which an experiment is drafted.
 
     Attributes:
-        target: column to predict. If None, the draft asks the user for the target.
+        target: column to be predicted. If None, the draft asks the user for the target.
         event: column that is 1 if the time in the target column ended with an event, and 0 if it is censored. None for
             other tasks.
         question: question that the user must answer before the draft can be run, or "" if the evidence is clear.
-        note: sentence about another possible choice, or "" if there is none.
+        note: sentence about a different possible choice, or "" if there is none.
         alternatives: names of other columns that could be the target.
     """
 
@@ -142,7 +141,7 @@ class TableOutcome(NamedTuple):
 
 
 def is_event(column: ColumnProfile) -> bool:
-    """Return True if a column contains both 0 and 1, and no other value."""
+    """Return True if a column contains both 0 and 1, and no other values."""
     return set(column.numbers.tolist()) == {0.0, 1.0}
 
 
@@ -175,8 +174,8 @@ def outcome(survey: Survey, target: str | None, event: str | None) -> TableOutco
 
     Args:
         survey: survey of the table.
-        target: target column that the user requested, or None.
-        event: event column that the user requested. If None, the column is detected. If empty, there is no event.
+        target: target column requested by the user, or None.
+        event: event column requested by the user. If None, the column is detected. If empty, there is no event column.
 
     Raises:
         ConfigError: the requested event column contains values other than 0 and 1, or no column contains times.
@@ -227,8 +226,8 @@ def labels(survey: Survey, names: Sequence[str], event: str | None) -> tuple[Col
     """Return the columns that the user requested for a multilabel task.
 
     Raises:
-        ConfigError: a column does not exist, is named twice, or contains other values than 0 and 1, or there is an
-            event.
+        ConfigError: a column does not exist, is named twice, or contains values other than 0 and 1, or an event is
+            given.
     """
     if event:
         raise ConfigError(f"{survey.path}: --event belongs to a single time. Name one column with --target")
@@ -321,7 +320,7 @@ def _chosen(survey: Survey, times: list[ColumnProfile], events: list[ColumnProfi
 
 
 def _may_be_event(column: ColumnProfile) -> bool:
-    """Return True if a column of a table with a time may be its event, but only the user can know its meaning."""
+    """Return True if a column in a table with a time may be its event, whose meaning only the user can know."""
     if CENSORED_PATTERN.search(column.name) and not re.search("uncens", column.name, re.IGNORECASE):
         return is_event(column) or is_coded(column)
     return bool(EVENT_PATTERN.search(column.name)) and is_coded(column)
@@ -362,7 +361,7 @@ def _points(survey: Survey) -> tuple[dict[str, int], set[str]]:
     ends = {next((name for name in survey.names if name not in skipped), ""), survey.names[-1]}
     points, doubtful = dict[str, int](), set[str]()
     for c in fit:
-        plain, parts = plain_name(c.name), {plain_name(word) for word in split_words(c.name)}
+        plain, parts = plain_name(c.name), {*split_name(c.name)}
         few = len(c.levels) <= MAX_FEW_LEVELS
         last = c.name == survey.names[-1]
         score = 0
@@ -405,7 +404,7 @@ def _tells_truth(column: ColumnProfile) -> bool:
 def _is_known(column: ColumnProfile) -> bool:
     """Return True if a column identifies the date or the person of a row, which is never the target."""
     return bool(CALENDAR_PATTERN.search(column.name)) or (
-        column.whole and bool(PERSON_NAME_PATTERN.search(column.name)) and len(column.levels) > MAX_FEW_LEVELS
+        column.whole and names_person(column.name) and len(column.levels) > MAX_FEW_LEVELS
     )
 
 
@@ -462,7 +461,7 @@ def _doubtful(survey: Survey, time: ColumnProfile, target: str | None) -> str:
 
 
 def _late_entry(survey: Survey, time: ColumnProfile, event: ColumnProfile) -> str:
-    """Return a sentence about a column that looks like the start of observation, or "" if there is none."""
+    """Return a sentence about a column that may contain the start of observation, or "" if there is no such column."""
     for column in survey.columns.values():
         if column.kind == "number" and ENTRY_PATTERN.search(column.name) and column not in (time, event):
             here = ~np.isnan(column.values) & ~np.isnan(time.values)

@@ -1,6 +1,6 @@
 """Cox regression computed from sums over sites.
 
-The fit equals the pooled fit, and the rows of patients stay at their sites.
+The fit equals that of the pooled rows, but the rows of patients stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. The sums over sites are computed as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -147,10 +147,10 @@ def risk_sums(
     """Return the sums that a site sends in a step.
 
     Args:
-        site: rows of the site, whose columns are centered and scaled in the same way at all sites.
+        site: the site's rows, whose columns are centered and scaled in the same way at all sites.
         beta: coefficients, ``[p]``.
         times: event times in ascending order, ``[J]``.
-        shift: number that is subtracted from x beta in each row. This shift does not change the ratios of sums.
+        shift: number subtracted from x beta in each row. This shift leaves the ratios of sums unchanged.
         metric: matrix V ``[p, p]`` for the sums that Firth's penalty needs. If None, the sums for the metric are left
             out.
     """
@@ -178,7 +178,7 @@ def risk_sums(
 
 
 def likelihood(sums: RiskSums, beta: Floats, ties: str) -> Likelihood:
-    """Return the partial likelihood of the rows that the sums cover."""
+    """Return the partial likelihood of the rows covered by the sums."""
     value, gradient = float((sums.total @ beta).sum()), sums.total.sum(0)
     information = np.zeros((len(beta), len(beta)))
     for zero, one, two in _event_sums(sums, ties):
@@ -227,12 +227,12 @@ def fit_cox(
     penalty: PenaltyKind = "none",
     strength: float | Literal["cv"] | None = None,
 ) -> CoxFit:
-    """Return the Cox regression of the rows of all sites together, fitted from sums that the sites send.
+    """Return the Cox regression over the rows of all sites, fitted from sums that the sites send.
 
     Each site first sends counts, the sums of its columns and of their squares, and its event times. With these sums,
-    the columns are centered and scaled in the same way at all sites. In each Newton step, a site then sends its
-    `risk_sums`. With `stratify`, each site has a baseline hazard of its own, and it sends only the gradient and the
-    information of its own likelihood. The result equals that of the pooled fit, or of the stratified pooled fit.
+    the columns are centered and scaled in the same way at all sites. In each Newton step, a site then sends the sums
+    that `risk_sums` returns. With `stratify`, each site has its own baseline hazard, and sends only the gradient and
+    the information of its own likelihood. The result equals that of the pooled fit, or of the stratified pooled fit.
 
     Args:
         sites: rows of every site.
@@ -318,13 +318,13 @@ def newton(
 ) -> tuple[Floats, Likelihood]:
     """Return the coefficients ``[p]`` that maximize the likelihood, and the likelihood at these coefficients.
 
-    All columns must have unit spread. Whether columns depend on each other linearly is checked with all coefficients at
-    0, where every row has weight. Whether rows are separated is checked after the last step, because the information
+    All columns must have unit spread. To check whether columns depend on each other linearly, all coefficients are set
+    to 0, where every row has weight. Whether rows are separated is checked after the last step, because the information
     vanishes only then. This check uses the rows if they are available, and otherwise the sums.
 
     Args:
-        at: function that returns the likelihood of all rows at given coefficients.
-        names: names of the columns.
+        at: function that returns the likelihood of all rows at the given coefficients.
+        names: the columns' names.
         separation: function that searches the rows for a direction of separation. None if the rows are not available.
         intercepts: number of leading columns that are intercepts.
         penalty: penalty that the likelihood contains. If there is a ridge, columns may depend on each other. With
@@ -410,8 +410,8 @@ def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
 def _orders(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[Floats, Floats]:
     """Return the differences between rows that determine whether the rows are separated.
 
-    The partial likelihood has no maximum if there is a direction in which the first differences are not negative and
-    the second differences are 0.
+    The partial likelihood has no maximum if, in some direction, the first differences are not negative and the second
+    differences are 0.
 
     The likelihood increases without limit in a direction b if, at each event time, the rows with the event have the
     largest x b among all rows at risk. Rows that are at risk at a later time were also at risk earlier, so that one row

@@ -1,8 +1,8 @@
-"""Vectors that sites send in a Cox regression: sums in agreed time bins, as integers so that masks cancel.
+"""Vectors that sites send in a Cox regression: sums in agreed time bins, encoded as integers so that masks cancel.
 
 Minimum counts protect small groups: a site sends nothing for a bin in which it has too few events. Bins are merged
-until each of them contains events of enough sites. The rows of fewer sites are then never the only difference between
-two sums.
+until each one contains events of enough sites. The rows of fewer sites are then never the only difference between two
+sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Ring = NDArray[np.uint64]
 MOST_BINS = 10_000
 
 MAX_SITE_SUM = 2**56
-"""Maximum sum of a site, in multiples of the step. With this limit, the sum over 100 sites fits into 63 bits."""
+"""Maximum value of a site's sum, in multiples of the step. Within this limit, the sum over 100 sites fits into 63
+bits."""
 VECTOR_COUNTS = 6
 """Number of counts at the end of a vector: the fields of `BinningLoss`, and the number of rows in the fit."""
 
@@ -57,7 +58,7 @@ class CoxAgreement(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of values in the vector of a site."""
+        """Number of values in a site's vector."""
         bins, p = len(self.ends), len(self.low)
         moments = 1 + p + p * (p + 1) // 2
         scales = 0 if self.ridge is None else 2 * p
@@ -128,8 +129,8 @@ def bin_ends(width: float, last: float) -> Floats:
 def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
     """Return the rows of a site with times moved to the ends of their bins, and with rare events treated as censored.
 
-    Rows after the last bin in which the site has `least` rows at risk are censored in this bin. If a site has no such
-    bin, it keeps no rows.
+    Rows after the last bin in which the site has `least` rows at risk are treated as censored in this bin. If a site
+    has no such bin, it keeps no rows.
     """
     place = np.searchsorted(terms.ends, site.time)
     at_risk = np.bincount(place, minlength=len(terms.ends) + 1)[::-1].cumsum()[::-1][: len(terms.ends)]
@@ -168,7 +169,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
     """Return wider bins in which `fewest` sites have events, even if any `missing` sites are absent.
 
-    Every site computes the same bins. The bins after the last wider bin are added to this bin.
+    Every site computes the same bins. The bins that follow the last wider bin are added to it.
 
     Args:
         terms: agreed terms.
@@ -206,7 +207,7 @@ class SiteVectors:
         left_out: number of rows that the site has left out.
 
     Attributes:
-        losses: losses at the site (see `BinningLoss`).
+        losses: the site's losses (see `BinningLoss`).
         rows: number of rows with which the site participates in the fit.
     """
 
@@ -217,7 +218,7 @@ class SiteVectors:
         self._times = np.unique(used.time[used.event == 1])
 
     def largest_share(self, beta: Floats, rows: Mask | slice = slice(None), metric: Floats | None = None) -> float:
-        """Return the share that the heaviest row has in the total weight of some rows. Without rows, return 0.
+        """Return the heaviest row's share of the total weight of some rows. Without rows, return 0.
 
         If a metric is given, also consider the weights times the lengths of rows in this metric, and return the larger
         share.
@@ -243,7 +244,7 @@ class SiteVectors:
         """Return the vector at coefficients ``[p]`` for columns in [-1, 1], and a metric ``[p, p]`` of Firth's penalty.
 
         Raises:
-            DataError: a sum is too large for the step or not finite.
+            DataError: a sum is not finite or too large for the step.
         """
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             parts = self._parts(beta, metric)
@@ -284,7 +285,7 @@ class Opened(NamedTuple):
     """Content of the sum of the sites' vectors.
 
     Attributes:
-        likelihood: likelihood at the coefficients.
+        likelihood: likelihood at these coefficients.
         sums: sums over the rows at risk. None for a stratified fit.
         losses: losses at every site (see `BinningLoss`).
         rows: number of rows in the fit.
@@ -303,7 +304,7 @@ class Opened(NamedTuple):
 
 
 def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None) -> Opened:
-    """Return the content of the sum of the sites' vectors, after checking that rows can give such a sum.
+    """Return the content of the sum of the sites' vectors, after checking that such a sum can come from rows.
 
     Args:
         vector: sum of the vectors modulo 2^64.
@@ -313,7 +314,7 @@ def open_sum(vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric
         metric: metric of Firth's penalty, ``[p, p]``. None if this penalty is not used.
 
     Raises:
-        ConfigError: no rows of this number of sites can give the sum.
+        ConfigError: the sum cannot come from any rows of this number of sites.
     """
     if len(vector) != terms.length:
         raise Refused(f"a sum of a Cox regression must have {terms.length} numbers, got {len(vector)}")

@@ -118,7 +118,7 @@ def ridged(at: At, weights: Floats) -> At:
 
 
 def jeffreys(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
-    """Return the likelihood function with Firth's penalty.
+    """Return the likelihood function that includes Firth's penalty.
 
     Args:
         at: function that returns the likelihood without the penalty.
@@ -144,8 +144,8 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
     """Return the largest effect of rounding on the coefficients of a fit with Firth's penalty, to first order.
 
     An error in the information changes the inverse by at most this error divided by the square of the smallest
-    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 is needed because the matrix
-    in Newton's step does not contain the penalty.
+    eigenvalue. Third moments are at most ``reach`` times the second moments. The factor 2 is necessary because the
+    matrix in Newton's step does not contain the penalty.
 
     Args:
         here: likelihood at the fitted coefficients.
@@ -163,7 +163,7 @@ def tilt_error(here: Likelihood, slack: Floats, matrix: float, reach: Floats) ->
 def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
     """Return which rows ``[N]`` of each site belong to each fold.
 
-    A site has about the same number of rows in each fold.
+    Each fold contains about the same number of a site's rows.
     """
     drawn = [np.random.default_rng([size, place]).permutation(size) % CV_FOLDS for place, size in enumerate(sizes)]
     return [[folds == k for folds in drawn] for k in range(CV_FOLDS)]
@@ -179,12 +179,12 @@ def find_ridge(
     """Return the given strength, or the strength with the largest held-out likelihood.
 
     The held-out likelihood of a fold is the likelihood of all rows minus the likelihood of the rows to which the
-    coefficients were fitted. For a partial likelihood, Verweij and van Houwelingen define it in this way. For a
+    coefficients were fitted. For a partial likelihood, this definition is that of Verweij and van Houwelingen. For a
     regression, it equals the likelihood of the held-out rows.
 
     Args:
-        strength: a number, or "cv" or None to choose the strength.
-        part: function that returns the likelihood of some of the rows ``[N]`` of every site.
+        strength: a number, or "cv" or None, for which the strength is chosen.
+        part: function that returns the likelihood of some of each site's rows ``[N]``.
         sizes: number of rows at each site.
         weights: 1 for columns and 0 for intercepts, ``[p]``.
         fit: function that maximizes a likelihood, starting from given coefficients, and returns the coefficients.
@@ -210,7 +210,7 @@ def find_ridge(
 class FoldSums(NamedTuple):
     """Sums for K = S (F + 1) fits.
 
-    Each of S strengths has a fit without each of the F folds, followed by a fit of all rows.
+    For each of S strengths, there is a fit without each of the F folds, and then a fit of all rows.
 
     Attributes:
         rows: number of rows in each of these sets of rows, ``[F + 1]``.
@@ -237,7 +237,7 @@ def find_ridge_by_sums(
     beginning with the weakest.
 
     Args:
-        ask: function of the coefficients of all fits ``[K, q]`` that returns the sums, or None if clients cannot
+        ask: function that returns the sums for the coefficients of all fits ``[K, q]``, or None if clients cannot
             answer.
         weights: penalty on each squared coefficient per row for strength 1, which is 0 for intercepts, ``[q]``.
 
@@ -294,7 +294,7 @@ def _penalized_steps(here: FoldSums, beta: Floats, penalty: Floats) -> tuple[Flo
 
 
 def _merged(better: Mask, ahead: FoldSums, here: FoldSums) -> FoldSums:
-    """Return the new sums for the fits whose step is accepted, and the old sums for all other fits."""
+    """Return the new sums for fits whose step is accepted, and the old sums for the others."""
     parts = (
         np.where(better.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         for new, old in zip(ahead[1:], here[1:], strict=True)

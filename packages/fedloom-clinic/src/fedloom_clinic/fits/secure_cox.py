@@ -1,9 +1,9 @@
 """Cox regression from secure sums, with agreed time bins, minimum counts, and integers, so that masks cancel exactly.
 
 Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that the secure sum is exact.
-The server does not receive the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no
-statistics of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends
-the likelihood for its own baseline hazard, with the gradient and the information.
+The server never receives the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no statistics
+of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins: a site sends the
+likelihood for its own baseline hazard, with the gradient and the information.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015. Masks modulo a power of two are used as in K.
 Bonawitz et al., CCS 2017. The error bound uses the pseudo self-concordance of exponential weights, F. Bach, Electron.
@@ -43,7 +43,7 @@ SecureSum = Callable[[Sequence[Ring]], Ring]
 
 
 class SecureCoxFit(NamedTuple):
-    """Fit of a Cox regression, with a bound on its distance from the exact fit of the same binned rows, and the losses.
+    """Fit of a Cox regression, a bound on its distance from the exact fit of the same binned rows, and its losses.
 
     Attributes:
         fit: coefficients and standard errors for the original (unscaled) columns.
@@ -68,7 +68,7 @@ def fit_secure_cox(
 ) -> SecureCoxFit:
     """Return the Cox regression of the binned rows of all sites, fitted from secure sums.
 
-    The baseline hazard is shared by all sites, or each site has its own.
+    Either all sites share one baseline hazard, or each site has its own.
 
     Args:
         sites: rows of every site.
@@ -130,7 +130,7 @@ def fit_of_sums(
 
     Raises:
         DataError: no event may be sent, or no finite fit exists.
-        ConfigError: no rows can give one of the sums.
+        ConfigError: one of the sums cannot come from any rows.
     """
     zero = np.zeros(len(names))
     none = np.zeros((len(names), len(names))) if terms.firth else None
@@ -216,10 +216,10 @@ def _bound(here: Opened, error: float, terms: CoxAgreement, beta: Floats, weight
 
     Each sum is assumed to differ from the exact sum by at most `error`.
 
-    Let g be the gradient and I the information that exact sums have at the fit. For rows in [-1, 1]^p, two rows are at
-    most R = 2 sqrt(p) apart. The exact fit is then at most -log(1 - R |g| / lambda) / R away, where lambda is the
-    smallest eigenvalue of I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes to g and I, and its
-    third derivative is 0.
+    Let g be the gradient and I the information that exact sums have at the fit. If rows are in [-1, 1]^p, two of them
+    are at most R = 2 sqrt(p) apart. The distance of the exact fit is then at most -log(1 - R |g| / lambda) / R, where
+    lambda is the smallest eigenvalue of I. A ridge with ``weights [p]`` at coefficients ``beta [p]`` contributes to g
+    and I, and its third derivative is 0.
     """
     value, information = here.likelihood.gradient - weights * beta, here.likelihood.information + np.diag(weights)
     columns = len(value)

@@ -8,8 +8,8 @@ exponential family distributions", Scand. J. Stat. 1989 (Cox).
 
 A recession direction of the likelihood is a direction b of the coefficients along which no row is fitted worse and at
 least one row is fitted better. If the rows are available, a linear program finds such a direction. The program
-maximizes the sum of ``a_i b`` subject to ``a_i b >= 0``, where ``a_i`` is a difference that must not become negative.
-If only sums are available, the steps of Newton's method reveal the direction (see `recession`).
+maximizes the sum of ``a_i b`` subject to ``a_i b >= 0``, where each ``a_i`` is a difference that must not become
+negative. If only sums are available, the steps of Newton's method reveal such a direction (see `recession`).
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ For such a column, rounding errors are below 1e-6.
 COLLAPSED_SHARE = 1e-6
 """A direction is suspected of separation if less than this fraction of the information at 0 remains. If rows are
 separated, Newton's method ends with a fraction near 1e-12. If a cell of a column is 1e6 spreads away from all others, a
-regression that has a fit may also end with a fraction of 1e-11. The fraction alone is therefore not sufficient."""
+regression that has a fit may also end with a fraction of 1e-11. The fraction alone is therefore insufficient."""
 MIN_LIKELIHOOD_RISE = 1e-6
 """Increase of the log-likelihood in a step below which the likelihood is regarded as close to its limit. No test of a
 coefficient detects such a small increase."""
 STILL_MOVING = 0.5
 """If rows are separated, the last step is at least this fraction of the length of the step before it. In this case, the
 distance of the likelihood from its limit decreases as exp(-length), and all steps of Newton's method have the same
-length. Otherwise, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson regressions, the
-linear program found 61 to be separated. The three conditions of `recession` identified 58 of these, left 3 as not
-converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or contained a single cell up to
-1e6 spreads away, on scales from 1e-6 to 1e6."""
+length. If rows are not separated, steps shrink quadratically. In a test with 1,590 random Cox, logistic and Poisson
+regressions, the linear program found 61 to be separated. The three conditions of `recession` identified 58 of these,
+left 3 as not converged, and flagged no regression that has a fit. Columns were normal, skewed, rare, or contained a
+single cell up to 1e6 spreads away, on scales from 1e-6 to 1e6."""
 MIN_PROGRAM_GAIN, MAX_PROGRAM_LOSS = 1e-6, 1e-8
-"""Gain that the linear program must reach in some row, and loss that it may have in any row, relative to the row's
-largest entry."""
+"""Gain that the linear program must reach in some row, and maximum loss in any, relative to its largest entry."""
 ROUNDING_SHARE = 1e-9
 """Fraction of a row below which its component in the remaining directions is considered a rounding error."""
 PROGRAM_ROWS = 2000
@@ -62,7 +61,7 @@ def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[st
     Args:
         information: information ``[p, p]`` at coefficients of 0. At these coefficients, every row has weight, so a null
             vector exists only if a combination of columns has the same value in every row at risk.
-        names: names of the columns.
+        names: the columns' names.
     """
     size = np.sqrt(np.maximum(information.diagonal(), 0))
     if not (size > 0).all():
@@ -141,10 +140,10 @@ def separating(gains: Floats, equal: Floats, free: int = 0) -> Floats | None:
     """Return a direction of separation with as few columns as possible, found by linear programs, or None.
 
     Args:
-        gains: differences ``[m, p]`` that must not be negative in the direction, and of which at least one must be
+        gains: differences ``[m, p]`` that must not be negative in the direction, at least one of which must be
             positive.
         equal: differences ``[k, p]`` that must be 0 in the direction.
-        free: number of columns at the beginning that are intercepts. Intercepts are always kept in the search for the
+        free: number of columns at the beginning that are intercepts. Intercepts always remain in the search for the
             fewest columns.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
@@ -211,7 +210,7 @@ def no_finite_fit(
 
     Args:
         direction: direction of the coefficients, for columns scaled to unit spread, ``[p]``.
-        names: names of the columns.
+        names: the columns' names.
         free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column can
             be named.
         least: fraction of the largest entry; columns with smaller entries are not named.

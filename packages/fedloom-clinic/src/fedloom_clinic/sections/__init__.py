@@ -1,1 +1,4 @@
-"""Sections of the report on clinical analyses. The sections are made with the public toolkit `fedloom.lab.sections`."""
+"""Sections of the report on clinical analyses.
+
+The sections are built with the public toolkit `fedloom.lab.sections`.
+"""

@@ -1,4 +1,4 @@
-"""Section on the Cox regressions of a run: hazard ratios with intervals, and losses due to bins and minimum counts."""
+"""Section on a run's Cox regressions: hazard ratios with intervals, and what is lost by bins and minimum counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMN_NAMES = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the Cox regressions of some runs, or None if the runs contain none."""
+    """Return the section on the runs' Cox regressions, or None if the runs contain none."""
     body = cox_tables(runs)
     return Section("Cox regression", COX_TEXT, body, {"cox": cox_csv(runs)}) if body else None
 

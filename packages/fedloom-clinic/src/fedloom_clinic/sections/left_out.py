@@ -1,4 +1,4 @@
-"""Section on new clients: results at each site of models that were trained without this site."""
+"""Section on new clients: at each site, the results of models that were trained without this site."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LEFT_OUT_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on clients left out in some runs, or None if no run has left out clients."""
+    """Return the section on clients left out in some runs, or None if no client was left out in any run."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
 

@@ -27,7 +27,7 @@ REFERENCES_TEXT = (
 
 
 def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
-    """Return the section on the reference models of some runs, or None if no run has reference models."""
+    """Return the section on the runs' reference models, or None if no run has reference models."""
     body = reference_tables(runs, rows, lead)
     return Section("Reference models", REFERENCES_TEXT, body) if body else None
 

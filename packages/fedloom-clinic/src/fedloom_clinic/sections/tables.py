@@ -25,7 +25,7 @@ class Shown(NamedTuple):
         title: heading of the section.
         lead: sentences that follow the heading.
         keys: headings of the columns that identify a row, keyed by column.
-        values: headings of the columns with numbers, keyed by column.
+        values: headings of those columns that contain numbers, keyed by column.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""``fedloom deploy`` and a function that finds a deployment's results, both loaded through entry points."""
+"""``fedloom deploy``, and a function that finds a deployment's results, both loaded through entry points."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ deploy = typer.Typer(
 app.add_typer(deploy, name="deploy", rich_help_panel="Real sites")
 
 FILE_COLUMNS = 120
-"""Width in characters of a table that is written to a file or piped to another program."""
+"""Width of a table, in characters, if it is written to a file or piped to another program."""
 
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its site.toml", show_default=False)]
@@ -198,9 +198,9 @@ def analyze_sites(
 ) -> None:
     """Write the directory of a deployment for one analysis.
 
-    Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set and --rule. One
-    round of the file's first method is run before the analysis. To set other options of the deployment, add the
-    [[analysis]] table to the file and use init.
+    Options are taken from the file's [[analysis]] table of this kind, and can be changed with --set and --rule. The
+    file's first method runs for one round before the analysis. To set other options of the deployment, add the
+    [[analysis]] table to the file, and use init.
 
     Example: fedloom deploy analyze table-1 hospitals.toml --own-data --sites 5 --secure-aggregation
     """
@@ -272,7 +272,7 @@ def check(
     site: SiteFolder,
     offline: Annotated[bool, typer.Option("--offline", help="skip the check that connects to the server")] = False,
 ) -> None:
-    """Check whether a site meets the requirements before it joins.
+    """Check whether a site is ready to join.
 
     The command prints one sentence for each finding. The exit code is 1 if a finding means that the site cannot take
     part.
@@ -300,8 +300,8 @@ def rehearse_attacks(
     """Attack a copy of a site to see what a server could learn.
 
     A simulated dishonest server tries all known attacks. The table shows what the server learned. The exit code is 1 if
-    the server learned something about this site that it should not (OPEN). Nothing leaves the machine, and no file of
-    the site is changed.
+    the server learned something about this site that it should not have learned (OPEN). Nothing leaves the machine, and
+    no file of the site is changed.
 
     Example: fedloom deploy rehearse /srv/fedloom/site
     """
@@ -337,7 +337,7 @@ def local(
         int | None, typer.Option(help="port of the server (default: a free port)", min=1, max=65535)
     ] = None,
 ) -> None:
-    """Run a deployment on this machine.
+    """Run an entire deployment on this machine.
 
     The command starts the server (with TLS and node keys) and every site, and runs all rounds. Run it again to resume.
 
@@ -438,8 +438,8 @@ def verify_log(
 ) -> None:
     """Check that no line of a log was changed, removed or inserted.
 
-    The log is a server's audit.jsonl or a site's sent.jsonl. Keep a copy of the printed digest elsewhere: only this
-    digest reveals that lines are missing at the end.
+    The log is either a server's audit.jsonl or a site's sent.jsonl. Keep a copy of the printed digest elsewhere: it is
+    the only way to notice that lines are missing at the end.
 
     Example: fedloom deploy verify-log hospitals
     """

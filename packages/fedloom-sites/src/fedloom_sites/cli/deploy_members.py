@@ -1,4 +1,4 @@
-"""``fedloom deploy`` commands between two runs: sites that join, approve or leave, and the server's certificate."""
+"""``fedloom deploy`` commands between two runs: sites that join, approve or leave; the server's certificate."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def rotate(
 
 
 def _place(directory: Path) -> Any:
-    """Return the location of a deployment's files on its machines, as a ``Location``."""
+    """Return where a deployment's files are located on its machines, as a ``Location``."""
     from fedloom_sites.deploy.ops.directory import Location, machine_folders
     from fedloom_sites.deploy.ops.status import server_file
 
@@ -148,7 +148,7 @@ def _say_steps(
         change: the change.
         place: where the deployment's files are located on its machines.
         further: second step.
-        new_key: name of a site whose key is new to the server, or "".
+        new_key: name of a site whose key the server does not yet know, or "".
         resumes: True if the next start continues the same run, which may have been stopped.
     """
     from fedloom_sites.deploy.ops.directory import CLI_FOLDER
@@ -231,7 +231,7 @@ def remove(
 ) -> None:
     """Take a site out of the server's settings.
 
-    This is only possible between two runs. The site's key remains registered.
+    This is possible only between two runs. The site's key remains registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """
@@ -249,7 +249,7 @@ def remove(
 def revoke(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Revoke the key of a site on the running server.
+    """Revoke a site's key on the running server.
 
     From then on, the server no longer admits the site's node.
 

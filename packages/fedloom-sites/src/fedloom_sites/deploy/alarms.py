@@ -1,8 +1,8 @@
-"""Alarms of a site about rejected and repeated messages from its server, in the site's log and status.
+"""A site's alarms about rejected and repeated messages from its server, in the site's log and status.
 
 An honest server repeats a message only if an answer was lost or the site could not write to its disk, and does not keep
-sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. No
-alarm leaves the site.
+sending messages that the site rejects. A server that probes the site sends many repeated and rejected messages. Alarms
+never leave the site.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
 from fedloom_sites.deploy.settings import Site
 
 MAX_REFUSALS = 2  # one for a message that crosses a change of the run, one for its repetition
-"""Maximum number of rejected messages that do not raise an alarm."""
+"""Maximum number of rejected messages that raise no alarm."""
 MAX_REPEATS = 4  # a server asks again after each deadline, until its patience ends
 """Maximum number of answers to the same message that do not raise an alarm."""
 MAX_SESSIONS = 12  # a session for every site of a small run that drops out
@@ -31,8 +31,8 @@ class Alarms:
     """Counts of the messages that a site has answered or rejected in one experiment, restored from its log.
 
     Args:
-        folder: folder of the site's state in this experiment.
-        questions: function that returns the number of analysis questions that the site has agreed to answer in a round.
+        folder: folder with the site's state in this experiment.
+        questions: function that returns how many analysis questions the site has agreed to answer in a round.
     """
 
     def __init__(self, folder: Path, questions: Callable[[int], int] = lambda t: 0) -> None:
@@ -47,7 +47,7 @@ class Alarms:
 
         Args:
             line: log entry for the message (see `Client`).
-            reason: reason for the refusal. Empty if the message was answered.
+            reason: reason why the message was refused. Empty if the message was answered.
         """
         if not self._loaded:
             self._loaded = True
@@ -83,7 +83,7 @@ class Alarms:
 
 
 def message_digest(head: Mapping[str, Any]) -> str:
-    """Return the digest of a message without its nonce, so that a repeated message has the same digest."""
+    """Return the digest of a message without its nonce, which is the same when the message is repeated."""
     message = {name: value for name, value in head.items() if name != "nonce"}
     return hashlib.sha256(repr(sorted(message.items())).encode()).hexdigest()
 

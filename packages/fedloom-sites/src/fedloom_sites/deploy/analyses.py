@@ -49,8 +49,8 @@ from fedloom_sites.deploy.secure.protocol import MIN_SITES, Broken, Integers
 from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, Terms
 
 LIMB_BITS, MAX_LIMBS = 40, 4
-"""Number of bits per limb, and maximum number of limbs per number. Sums of 100 limbs and of 100 signed last limbs fit
-into 63 bits."""
+"""Number of bits per limb, and maximum number of limbs per number. The sums of 100 limbs, and of 100 signed last limbs,
+fit into 63 bits."""
 SUM_BITS = 62
 """Maximum number of bits, including the sign, for which a sum over all sites fits into a single limb."""
 FACT_COUNT = 2
@@ -79,9 +79,9 @@ class AgreedAnalysis:
     """Analysis that the server and the sites have agreed on.
 
     Args:
-        name: name of the analysis.
+        name: the analysis's name.
         analysis: the value.
-        schema: columns and agreed ranges.
+        schema: columns and their agreed ranges.
         clients: number of sites.
         threshold: minimum number of sites in a sum. None without masks.
         first: position at which the analysis's flags begin in a site's bit field.
@@ -123,7 +123,7 @@ class AgreedAnalysis:
         return len(self.analysis.publish(empty_rows(self.schema), self.before))
 
     def publish(self, rows: ClientRows) -> int:
-        """Return a site's flags as bits."""
+        """Return a site's flags encoded as bits."""
         flags = self.analysis.publish(rows, self.before)
         return sum(bool(one) << k for k, one in enumerate(flags.tolist()))
 
@@ -144,7 +144,7 @@ class AgreedAnalysis:
         Args:
             sizes: number of rows at each site.
             bits: bit fields of the requested sites, keyed by site number.
-            missing: number of these sites that may be missing from a sum.
+            missing: number of these sites that may be absent from a sum.
         """
         published = tuple(
             torch.tensor([float(bits.get(c, 0) >> self.first + k & 1) for k in range(self.flags)], dtype=torch.float64)
@@ -302,7 +302,7 @@ def agreed_analyses(
 
 
 def count_questions(experiment: Experiment) -> int:
-    """Return the maximum number of questions that a site answers in all analyses of an experiment."""
+    """Return the maximum number of questions that a site answers in an experiment, over all analyses."""
     return sum(_limit_questions(analysis) for analysis in experiment.analyses if analysis.by_sums)
 
 
@@ -381,15 +381,16 @@ def judge_row_sets(
 
     The answer is allowed if each set, compared with every set in other answered analyses, is either identical or
     differs in at least ``least`` subjects. Sets with different columns cannot be compared subject by subject, so their
-    numbers of subjects must be equal or differ by at least ``least``. A decision never changes.
+    numbers of subjects must be equal or differ by at least ``least``. A decision is never changed afterwards.
 
     Args:
         memory: the site's record, which contains the subjects and columns of ``sets``, and ``verdicts``. It is changed.
-        name: name of the analysis in its experiment. Sets of one analysis are not compared with each other.
+        name: name of the analysis in its experiment. Sets of rows that belong to the same analysis are not compared
+            with each other.
         sets: sets of rows that the analysis sums (see `Analysis.row_sets`).
         columns: digest of the columns of these rows.
         salt: secret key of the digests, which only the site knows.
-        least: minimum number of subjects in which two sets must differ.
+        least: minimum number of subjects by which two sets must differ.
     """
     remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
     answered, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
@@ -455,11 +456,11 @@ def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
 
 
 def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = ()) -> Schema:
-    """Return the columns, levels and ranges of an agreement.
+    """Return the columns, levels and ranges in an agreement.
 
     Args:
         agreement: agreement that people have signed.
-        name: name of the data.
+        name: name of the site's data.
         kept: columns whose levels are kept in addition to those of the models' columns.
     """
     outputs = len(agreement.classes) if agreement.task == "classification" else 1

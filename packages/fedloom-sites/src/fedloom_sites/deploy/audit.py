@@ -24,14 +24,14 @@ from fedloom.storage.files import append_line, create_file
 SENT_FILE = "sent.jsonl"
 """Log of everything that has left the site, in the folder of the site's state."""
 TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of a log in which its last line is searched for. A line has a few hundred bytes."""
+"""Number of bytes at the end of a log that are searched for its last line. A line is a few hundred bytes long."""
 
 
 class LogEnd(NamedTuple):
-    """End of a log whose chain is intact.
+    """End of a log whose chain is unbroken.
 
     Attributes:
-        lines: number of lines, including lines that were truncated by a crash.
+        lines: number of lines, including those that a crash has truncated.
         digest: SHA-256 of the last line. Empty for an empty log.
     """
 
@@ -46,7 +46,7 @@ class Audit:
         path: the file. The file is created if necessary.
 
     Raises:
-        CheckpointError: (also from any method) the disk is full or rejects the line.
+        CheckpointError: (raised by any method) the disk is full, or the line cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class Audit:
         append_line(self._path, json.dumps(line, allow_nan=True).encode())
 
     def _end(self) -> LogEnd:
-        """Return the end of the log after reading only its last lines."""
+        """Return the log's end, for which only its last lines are read."""
         with regular(self._path).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
@@ -80,7 +80,7 @@ class Audit:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return all entries of a log, to which another process may be writing. Truncated lines are omitted.
+    """Return all entries of a log, even if another process is writing to it. Truncated lines are omitted.
 
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.
@@ -89,10 +89,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def verify_log(path: Path) -> LogEnd:
-    """Check that no line of a log was changed, removed or inserted since it was written, and return the end of the log.
+    """Check that no line of a log was changed, removed or inserted since it was written, and return the log's end.
 
     Raises:
-        RunDirError: the log does not exist or is empty, or a line was changed, removed or inserted. The message states
+        RunDirError: the log does not exist or is empty, or a line was changed, removed or inserted. The message names
             the first line that reveals the change.
     """
     if not path.exists():

@@ -1,8 +1,9 @@
 """User code of a deployment: the modules that its experiment names by import path, identical on all machines.
 
-Modules in a folder are copied, together with everything that they import from this folder, into a folder `code` next to
-the settings. Modules of an installed package stay in that package. The SHA-256 of both kinds of modules is part of the
-agreement, and is compared before the modules run. No other file in the folder is imported, not even a compiled one.
+Modules in a folder are copied, together with everything that they import from it, to a folder `code` next to the
+settings. Modules that belong to an installed package stay in that package. The agreement contains the SHA-256 of both
+kinds of modules, which is compared before the modules run. No other file in the folder is imported, not even a compiled
+one.
 """
 
 from __future__ import annotations
@@ -160,9 +161,9 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Loader that reads a module from source, and checks that its SHA-256 is the agreed one.
+    """Loader that reads a module from its source, and checks that its SHA-256 is the agreed one.
 
-    It never reads a compiled file, whose content might differ.
+    It never reads a compiled file, because its content might differ.
     """
 
     def __init__(self, name: str, path: str, wanted: str) -> None:

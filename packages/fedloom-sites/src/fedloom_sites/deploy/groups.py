@@ -52,7 +52,7 @@ def agreed_groups(experiment: Experiment, samples: InputSpec) -> list[tuple[str,
 
 
 def min_rows(experiment: Experiment) -> int:
-    """Return the minimum number of rows of a group, and of its classes or events, for a site to publish the group."""
+    """Return the minimum number of rows, and of rows per class or event, with which a site publishes a group."""
     choice = experiment.find("groups")
     return 0 if choice is None else int(choice.min_rows)
 
@@ -61,7 +61,7 @@ def check_groups(job: Job, names: Sequence[tuple[str, str]]) -> None:
     """Raise an error if there are more groups than fit into a message.
 
     Raises:
-        ConfigError: the number of groups is too large, and the message states it.
+        ConfigError: there are too many groups, and the message states how many.
     """
     if (count := len(GroupSums(job, names, 0).names)) > MAX_FIGURES // 2:
         raise ConfigError(
@@ -144,7 +144,7 @@ class GroupSums:
     # ----------------------------------------------------------------------------------------------- site by site
 
     def as_metrics(self, cells: Cells) -> dict[str, float]:
-        """Convert a site's sums and metrics to the numbers of a message."""
+        """Convert a site's sums and metrics to the values in a message."""
         numbers = dict[str, float]()
         for (kind, group), (sums, figures) in cells.items():
             if bool(sums.isnan().any()):
@@ -181,7 +181,7 @@ class GroupSums:
         return sum((name in members) << k for k, name in enumerate(self.groups))
 
     def summed(self, bits: Sequence[int], threshold: int) -> list[bool]:
-        """Return a flag for each group, True if the group is summed.
+        """Return a flag for each group: True if the group is summed.
 
         For any set of at least ``threshold`` sites, every sum over a group and every remainder must cover at least
         `MIN_SITES` sites.
@@ -214,7 +214,7 @@ class GroupSums:
         return self._form.encode(values, 0, 0) if bool((values.abs() <= MAX_SUM).all()) else None
 
     def decode(self, total: Integers, count: int) -> list[GroupScore]:
-        """Return the scores of all sites together by group.
+        """Return the scores by group, over all sites together.
 
         Raises:
             Broken: a sum is out of range.

@@ -16,9 +16,9 @@ Under secure aggregation, no single party adds the noise of a sum: each site add
 sqrt(T), where T is the smallest number of sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete
 Gaussians is close to a discrete Gaussian, but not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) +
 tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). Because s is
-at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most the rho of the central noise.
-If more than T sites remain, more noise is added. A party that knows the shares of c sites still faces the noise of T -
-c sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
+at least 2^6, tau D is below 10^-17000, which the factor 1 + 2^-20 covers: rho is at most that of the central noise. If
+more than T sites remain, more noise is added. A party that knows the shares of c sites still faces the noise of the
+other T - c sites. Epsilon is recorded for c = 0 and for c = T - 1 (`remaining_noise`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from fedloom.rows.channels import GaussianNoise
 from fedloom.rows.context import Cohort
 
 MIN_NOISE_STEPS = 2.0**6
-"""Minimum scale of a site's noise, in steps of the grid, for which the bound on the sum of several sites' noise
-holds."""
+"""Minimum scale of a site's noise, in grid steps, at which the bound on the sum of several sites' noise holds."""
 _CLIP_BITS, _SUM_BITS = 30, 52
 """Maximum exponents of two for the clip and for the noise scale, in steps of the grid. Sums then remain well within 64
 bits."""
@@ -71,7 +70,7 @@ def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
 def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
     """Return the exponent e of the grid 2^e, the noise scale t, and the maximum squared norm of a row.
 
-    Scale and norm are in steps of the grid.
+    The scale and the norm are given in steps of the grid.
     """
     exponent = max(math.frexp(clip)[1] - _CLIP_BITS, math.frexp(clip)[1] + math.frexp(sigma)[1] - _SUM_BITS)
     step = Fraction(2) ** exponent
@@ -119,7 +118,7 @@ class SharedMean(PrivateMean):
 
     @property
     def scale(self) -> float:
-        """Standard deviation of a site's noise in grid steps.
+        """Standard deviation of a site's noise, in steps of the grid.
 
         Below `MIN_NOISE_STEPS`, the bound on a sum of several sites' noise does not hold.
         """
@@ -135,7 +134,7 @@ class SharedMean(PrivateMean):
 
         Raises:
             Refused: the sum is farther from zero than clipped differences and 40 standard deviations of the noise
-                allow.
+                permit.
         """
         exponent, _, bound = _grid(self.clip, self.sigma)
         totals = steps.view(np.int64)

@@ -70,7 +70,7 @@ def check_version(shared: Shared) -> None:
 
 
 def placed(value: V, folder: Path) -> V:
-    """Return settings with their relative paths resolved from ``folder``.
+    """Return settings in which relative paths are resolved from ``folder``.
 
     Raises:
         ConfigError: a path contains a NUL character.
@@ -98,7 +98,7 @@ def check_fingerprint(shared: Shared) -> bytes:
     """Return the content of the experiment file, and raise an error if it differs from the agreed file.
 
     Returns:
-        Content exactly as it was compared.
+        Content, exactly as it was compared.
 
     Raises:
         ConfigError: the file cannot be read, or the digests differ. The message names both.

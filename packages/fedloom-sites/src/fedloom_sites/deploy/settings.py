@@ -53,7 +53,7 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 
 
 def bound_of(bound: NormBound | None, field: str) -> float:
-    """Return the maximum norm of the difference in a field of an upload.
+    """Return the maximum norm of the difference in one field of an upload.
 
     The result is infinite if no bound applies.
     """
@@ -202,7 +202,7 @@ class Shared(Value):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the complete agreement, which people use to identify a run.
+        """SHA-256 of the complete agreement, by which people identify a run.
 
         The value is the same on every machine.
         """

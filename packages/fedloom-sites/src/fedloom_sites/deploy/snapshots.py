@@ -1,8 +1,8 @@
 """Snapshots: dated copies of a site's data, for data that grow while runs and analyses read them.
 
-Like the records of sums and budgets, a snapshot belongs to a site and to data with a certain name, and every experiment
-on these data may read it. Two snapshots that differ by only a few subjects would reveal these subjects, so the second
-would be rejected.
+Like the records of sums and budgets, a snapshot belongs to a site and to data with a certain name, and can be read by
+every experiment on these data. Two snapshots that differ by only a few subjects would reveal these subjects, so the
+second would be rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedloom_sites.deploy.site.local_data import read_data
 from fedloom_sites.deploy.site.state import SAMPLES_FILE
 
 RECORD_FILE = "snapshots.json"
-"""File in the site's memory of the data, with the date, digest and subjects of every snapshot."""
+"""File, in the site's memory of the data, with the date, digest and subjects of every snapshot."""
 
 
 class Declared(NamedTuple):
@@ -51,7 +51,7 @@ class Declared(NamedTuple):
 
 
 def declare(folder: Path, day: str | None = None) -> Declared:
-    """Copy a site's data as a snapshot, and make the experiment read the snapshot if its run has not begun.
+    """Copy a site's data to a snapshot, and make the experiment read the snapshot if its run has not yet begun.
 
     Args:
         folder: folder of the site.
@@ -128,7 +128,7 @@ def check_snapshot(site: Site) -> str:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return all files of a folder, or a list that contains only the given file."""
+    """Return all files in a folder, or a list that contains only the given file."""
     return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 
@@ -149,7 +149,7 @@ def _discard(path: Path) -> None:
 
 
 def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[str, Any]]) -> None:
-    """Raise an error if a snapshot differs from an earlier one, but in too few subjects."""
+    """Raise an error if a snapshot differs from an earlier one in too few subjects."""
     agreed = agreed_analyses(read_agreed(site), site.samples, site.clients, None, 0).values()
     least, here = max([DEFAULT_LEAST, *(one.rules.min_subjects for one in agreed)]), {*subjects}
     for one in earlier:

@@ -1,4 +1,4 @@
-"""Analyses by sums over the nodes of a Flower app, with the same results as for the pooled samples.
+"""Sum-based analyses over the nodes of a Flower app, with the same results as on the pooled samples.
 
 No sample leaves a node.
 
@@ -72,10 +72,10 @@ class Analyses:
     analyses: Sequence[Any]
 
     def find(self, name: str, clients: int) -> AgreedAnalysis:
-        """Return an analysis by its name, in the form agreed on for this number of nodes.
+        """Return an analysis by its name, in the form that was agreed on for this number of nodes.
 
         Raises:
-            ConfigError: the analysis was not agreed on, or does not fit these columns.
+            ConfigError: the analysis was not agreed on, or cannot be applied to these columns.
         """
         for given in self.analyses:
             analysis = analysis_of(given, {})
@@ -90,7 +90,7 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     """Return an analysis in the form that the server and the nodes have agreed on.
 
     Raises:
-        ConfigError: the analysis does not fit these columns.
+        ConfigError: the analysis cannot be applied to these columns.
     """
     agreed = agreement if isinstance(agreement, Agreement) else Agreement.read(Path(agreement))
     schema = schema_of_agreement(agreed, "app")
@@ -109,14 +109,14 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     """Answer a step of an analysis at a node, and return the answer.
 
     Args:
-        values: values of the message.
+        values: the message's values.
         analyses: analyses that the node answers.
-        fed: samples of the node.
+        fed: the node's samples.
         state: Flower's state, which stores the steps that have been answered.
 
     Raises:
-        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. The samples do not
-            influence this decision.
+        FedloomError: the analysis was not agreed on, or the question does not follow from the rules. This decision does
+            not depend on the samples.
     """
     if analyses is None:
         raise ConfigError("this node has no analyses enabled. Pass them as Local(..., analyses=Analyses(...))")
@@ -159,7 +159,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
 def _enter(state: RecordDict, name: str, step: int, question: str, course: str, rows: str) -> bool:
     """Record a step before it is answered, and return True if the samples have not changed since the first step.
 
-    If they have changed, the node sends zeros.
+    If they have changed, the node sends zeros instead.
 
     Raises:
         Refused: the step was answered for a different question or under different terms.
@@ -208,12 +208,12 @@ def analyze(
         analysis: a value, a name, or a table with its ``kind``, which must be the same as at the nodes.
         agreement: columns with their ranges, which must be the same as at the nodes.
         timeout: number of seconds to wait for answers.
-        folder: folder in which every sum is stored, so that the same call resumes an interrupted analysis. None to
-            store no sums.
+        folder: folder in which every sum is stored, so that the same call can resume an interrupted analysis. None if
+            sums are not stored.
 
     Raises:
-        ConfigError: the analysis does not fit these columns.
-        DataError: nodes do not answer, or the analysis has no result.
+        ConfigError: the analysis cannot be applied to these columns.
+        DataError: nodes do not answer, or the analysis yields no result.
     """
     value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
     one = agreed_analysis(value, agreement, len(nodes))

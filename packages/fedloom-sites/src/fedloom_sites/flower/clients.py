@@ -36,7 +36,7 @@ class FlowerClients(RemoteClients):
         job: the run, as set up at the server.
         forms: formats of the run's messages.
         roll: registry of the clients and their nodes.
-        run: name of the run, by which nodes recognize it. If the run cannot be resumed, the name is empty.
+        run: name by which nodes recognize the run. If the run cannot be resumed, the name is empty.
         document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the model's parameters.
         send: function that sends messages to the nodes.
@@ -121,7 +121,7 @@ class FlowerClients(RemoteClients):
     def _replies(
         self, recipients: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
-        """Return the first usable reply of every client. All other replies are logged and dropped."""
+        """Return the first usable reply from every client. All other replies are logged and discarded."""
         values: dict[int, T] = {}
         for reply in self._send(messages) if recipients else ():
             node = reply.metadata.src_node_id

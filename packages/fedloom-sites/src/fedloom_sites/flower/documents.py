@@ -1,4 +1,4 @@
-"""Text that describes an app's method and choices to its nodes, and checks for choices that an app cannot have."""
+"""Text that describes an app's method and choices to its nodes, and checks for choices that an app does not support."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNREAD_CHOICES = {
 OF_START = ("initial_arrays", "num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
 """Arguments of `Strategy.start`."""
 CLIPPING_KEY = "clipping_norm"
-"""Config key with which Flower's strategies for differential privacy make a mod clip."""
+"""Config key that Flower's strategies for differential privacy use to make a mod clip."""
 PRIVACY_HINT = (
     "instead of Flower's DifferentialPrivacy strategies, clip and add noise with an upload "
     "transform: upload_transform={'kind': 'gaussian-noise', 'clip': 1.0, 'sigma': 1.0}"
@@ -45,7 +45,7 @@ PRIVACY_HINT = (
 
 
 def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
-    """Return a method, with its options and the choices of a run, as JSON for the nodes.
+    """Return a method as JSON for the nodes, with its options and the choices of a run.
 
     Raises:
         ConfigError: the method is not in the registry or is one of Flower's strategies, a choice belongs elsewhere, or
@@ -110,7 +110,7 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> 
 
     Raises:
         ConfigError: a value is invalid.
-        Refused: the document refers to code, which messages must not do.
+        Refused: the document refers to code, which a message must never do.
     """
     content = json.loads(document)
     for text in _texts(content):
@@ -177,9 +177,9 @@ def _texts(value: object) -> list[str]:
 def refuse_privacy(config: Mapping[str, object]) -> None:
     """Raise an error if the calling strategy is wrapped in one of Flower's strategies for differential privacy.
 
-    If the nodes are to clip, these strategies add a key to the config. If the server clips, nothing in the config shows
-    it, and these strategies read the replies before the wrapped strategy does. This function therefore searches for
-    them among its callers.
+    If nodes should clip, these strategies add a key to the config. If the server clips, nothing in the config shows it,
+    and these strategies read the replies before the wrapped strategy does. This function therefore searches for them
+    among its callers.
 
     Raises:
         ConfigError: the calling strategy is wrapped.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedloom.data import DATA_PARTS, Dataset, Federation, Split, Task
 from fedloom.data.subjects.design import Design, design_of
+from fedloom.data.subjects.equal import equal_rows
 from fedloom.engine import Setting
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, Refused
@@ -25,7 +26,7 @@ from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit, read_samples
 
 PROBE_SAMPLES = 2
-"""Number of samples on which a node tests its loss."""
+"""Number of samples on which a node tries out its loss."""
 
 
 @dataclass
@@ -33,8 +34,8 @@ class Local:
     """A node's model and samples.
 
     Args:
-        model: the module, which must be the same as at the server. The server sends its parameters. The output is a
-            tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
+        model: the module, which must be the same as at the server. The server sends its parameters. The output is
+            either a tensor with a row for each sample, or an object or dict whose ``logits`` are such a tensor.
         trainset: training samples, as a torch ``Dataset`` or ``DataLoader``, or as tensors ``(x, y)``. A sample is a
             tuple whose last entry is the target, or a dict. The samples are read only once, so a data set that gives
             different samples when it is read again is rejected. Only the data set and ``collate_fn`` of a loader are
@@ -49,18 +50,19 @@ class Local:
         valset: validation samples, in any of these forms.
         device: device on which the node computes.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
-            the node's state. None to write no files.
+            the node's state. None if no files are to be written.
         keys: for samples that are dicts, the names of the model's inputs, followed by the name of the target. By
             default, the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other
             entries are inputs. Multiple inputs are passed to the model by name.
-        subject: for samples that are dicts, the name of the entry with the sample's subject, such as a patient number.
-            The entry is not an input, and no subject may be in more than one of the sets.
+        subject: if samples are dicts, the name of the entry that contains the sample's subject, such as a patient
+            number. The entry is not an input, and no subject may be in more than one of the sets.
         upload_transform: the node's noise, as ``fl.channels.GaussianNoise(clip=1.0, sigma=1.0)`` or a dict with its
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
             and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without noise.
-        norm_bound: maximum L2 norm of the difference in every field that leaves the node, greater than 0. A difference
-            whose norm is larger is scaled down, whatever the server's document says. None for no limit.
-        analyses: analyses by sums that the node answers, with the agreement on their columns. None to answer none.
+        norm_bound: maximum L2 norm, above 0, of the difference in every field that leaves the node. A difference whose
+            norm is larger is scaled down, whatever the server's document says. None for no limit.
+        analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
+            answered.
     """
 
     model: nn.Module
@@ -185,7 +187,7 @@ class Local:
             if fault := _fault(loss, _outputs(model, x), samples.y[:PROBE_SAMPLES]):
                 raise ConfigError(f"loss: {fault}")
             objective = Objective(loss=loss)
-        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+        return NodeProblem(model, signature, _join_parts(samples, parts), objective)
 
     def _sequences(self, x: Tensor, y: Tensor, signature: Signature, parts: Mapping[str, Any]) -> NodeProblem:
         """Return the local problem for samples with a label for each position, ``[n, L]``."""
@@ -209,7 +211,7 @@ class Local:
                     f"loss: {fault}. With one label per position, the loss receives the labelled positions"
                 )
             objective = Objective(loss=loss)
-        return NodeProblem(model, signature, Federation(samples, _splits(parts), ("node",)), objective)
+        return NodeProblem(model, signature, _join_parts(samples, parts), objective)
 
 
 class NodeProblem(NamedTuple):
@@ -244,6 +246,13 @@ def _splits(parts: Mapping[str, Any]) -> dict[str, Split]:
     return splits
 
 
+def _join_parts(samples: Dataset, parts: Mapping[str, Any]) -> Federation:
+    """Return a federation with the node as its only client, with notes on equal samples in two parts."""
+    splits = _splits(parts)
+    copies = equal_rows(samples, {part: split.index.numpy() for part, split in splits.items()}, None)
+    return Federation(samples, splits, ("node",), notes=tuple(copies))
+
+
 def _has_positions(y: Tensor, outputs: tuple[int, ...]) -> bool:
     """Return True if targets ``[n, L]`` are labels of positions, each with a row of the output ``[L, C]``."""
     return not y.is_floating_point() and y.dim() == 2 and len(outputs) == 2 and y.shape[1] == outputs[0]
@@ -253,8 +262,14 @@ def _join_entries(name: str, parts: list[Tensor]) -> Tensor:
     """Join the tensors of one entry across all parts.
 
     Raises:
-        ConfigError: the shapes of the parts differ.
+        ConfigError: the shapes of the parts differ, or some parts contain bytes and others contain floats.
     """
+    kinds = {part.is_floating_point(): part.dtype for part in parts}
+    if len(kinds) > 1 and torch.uint8 in kinds.values():
+        raise ConfigError(
+            f"{name}: some parts contain bytes (uint8), and others contain floats, so they may differ by a factor of "
+            "255. Convert all parts in the same way, for example to floats by x / 255"
+        )
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         first, second = sorted(shapes)[:2]
@@ -285,7 +300,7 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
 
 
 def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
-    """Return an app's loss, adapted to the shapes of outputs and targets in the app. ``y`` is a single target."""
+    """Return an app's loss, adapted to the shapes of the app's outputs and targets. ``y`` is a single target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()
 

@@ -1,4 +1,4 @@
-"""Nodes of a run, as they introduce themselves and as the run's folder stores them."""
+"""Nodes of a run, as they introduce themselves and as they are stored in the run's folder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Members(NamedTuple):
     Attributes:
         nodes: Flower's node numbers, keyed by client.
         sizes: number of training, validation and test samples of each node.
-        run: name of the run, by which nodes recognize it. If the run cannot be resumed, the name is empty.
+        run: name by which nodes recognize the run. If the run cannot be resumed, the name is empty.
     """
 
     nodes: list[int]
@@ -76,7 +76,7 @@ def introduction(reply: Message) -> Introduction:
     """Return the introduction in a node's reply.
 
     Raises:
-        FedloomError: the node cannot take part. The message contains the reason.
+        FedloomError: the node cannot take part. The message states the reason.
     """
     if reply.has_error():
         cure = f"; {MODS_HINT}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
@@ -102,7 +102,7 @@ class SavedRun(NamedTuple):
 
     Attributes:
         members: nodes that take part in the run.
-        schema: form of the samples.
+        schema: description of the samples.
         signature: call signature of the modules.
         document: JSON text with the method and the choices of the run.
         parameters: names and shapes of the parameters of the model.
@@ -141,7 +141,7 @@ def introductions(
     Args:
         grid: Flower's connection to the nodes.
         parameters: parameters of the server's model.
-        saved: run to resume. None for a new run.
+        saved: the run to resume. None stands for a new run.
         min_nodes: minimum number of nodes.
         wait: number of seconds to wait for the nodes.
         timeout: number of seconds to wait for their answers.
@@ -182,7 +182,7 @@ def introductions(
 
 
 def _commonest_samples(introduced: list[Introduction]) -> Introduction | None:
-    """Return the most frequent form of samples, preferring earlier nodes in a tie, or None without nodes."""
+    """Return the most frequent form of samples (the earliest node's if tied), or None if there are no nodes."""
     return max(introduced, key=lambda one: sum(one[:2] == other[:2] for other in introduced), default=None)
 
 

@@ -50,18 +50,18 @@ DEFAULT_ACTION = "default"
 STATE_PREFIX, MODEL_KEY = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its states by round, and its latest model."""
 SECURE_MODS = {"secagg_mod", "secaggplus_mod"}
-"""Mods of Flower's secure aggregation."""
+"""Mods that belong to Flower's secure aggregation."""
 KEPT_RUNS = 64
-"""Maximum number of a node's runs that a process keeps in memory."""
+"""Maximum number of runs of a node that a process keeps in memory."""
 LocalFunction = Callable[[Context], Local]
-"""Function that returns a node's model and samples. It is called once for each run and process."""
+"""Function that returns a node's model and samples. It is called once in each run and process."""
 
 
 def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """Return a decorator that makes an app's nodes train, answer and score for `fedloom_sites.flower.Strategy`.
 
     Args:
-        app: Flower's app for the nodes. The decorator sets the app's functions for training and evaluation.
+        app: Flower's app for the nodes. The decorator sets the functions with which the app trains and evaluates.
 
     Returns:
         A decorator for the function that returns a node's `Local` from Flower's context.
@@ -121,7 +121,7 @@ def _already_registered(kind: str) -> ConfigError:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """Return the node's latest evaluated model as a state dict: the personal model, or else the global one.
+    """Return the node's last evaluated model as a state dict: the personal model if any, otherwise the global one.
 
     The statistics of normalization layers are computed from the node's training samples.
 
@@ -129,7 +129,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
         context: Flower's context for a node of the app.
 
     Raises:
-        ConfigError: there is no model yet.
+        ConfigError: no model is stored yet.
     """
     state = tensors_of(context.state, MODEL_KEY)
     if not state:
@@ -189,7 +189,7 @@ class _Node:
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, signature = run.problem.fed, run.problem.signature.text()
-        schema = InputSpec.create(fed.data).model_dump_json()
+        schema = InputSpec.create(fed.data).with_(span=None).model_dump_json()  # a range of its samples stays here
         return RecordDict({VALUES_RECORD: write_values(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
@@ -255,7 +255,7 @@ class _Node:
         )
 
     def _run(self, context: Context) -> _Run:
-        """Return the node's model and samples, which are read once per run."""
+        """Return the node's model and samples, which are read once in each run."""
         key = (context.run_id, context.node_id)
         if key not in self._runs:
             local = self._function(context)
@@ -268,7 +268,10 @@ class _Node:
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
             with undisturbed():
-                self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
+                problem = local.read()
+                self._runs[key] = _Run(local, problem, shapes_of(local.model))
+            for note in problem.fed.remarks:
+                sys.stderr.write(f"fedloom: node {context.node_id}: {note}\n")
         return self._runs[key]
 
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
-"""Maximum difference of means and standard deviations at which untrained values are treated as equal."""
+"""Maximum difference between means and standard deviations at which untrained values are considered equal."""
 log = logging.getLogger("flwr").log
 """Function that writes to Flower's log. Flower's releases export it from different modules."""
 
@@ -113,7 +113,7 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
 
 
 def shapes_of(module: nn.Module) -> str:
-    """Return the shapes of a module's parameters, and the shape, mean and spread of untrained values, as text.
+    """Return as text the shapes of a module's parameters, and shapes, means and spreads of untrained values.
 
     Statistics of normalization layers are omitted, since a node computes them from its own samples.
     """

@@ -35,9 +35,9 @@ COLLATED_AGAIN = 8
 
 If tokens are masked with a probability of 0.15, the 64 values at a position differ with probability 1 - 1e-4."""
 MAX_EXACT_INTEGER = 2**24
-"""Bound below which integers are exact in float32."""
+"""Bound below which float32 represents integers exactly."""
 INPUT_DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
-"""Types of a module's inputs. Inputs with a floating-point type are converted to the type of the run."""
+"""Types of a module's inputs. Inputs of a floating-point type are converted to the run's type."""
 
 
 class Input(NamedTuple):
@@ -59,7 +59,7 @@ class Signature(NamedTuple):
 
     Attributes:
         inputs: the module's inputs, which are stored next to each other in a row. The tuple is empty if the sample is
-            the only input and is passed on unchanged.
+            the only input and is passed unchanged.
         outputs: shape of the output for one sample.
         fields: True if the output is a dict or an object, of which only ``logits`` is used.
         positions: True if a sample has a label for each position, each of which has a row of ``outputs``.
@@ -125,7 +125,7 @@ def flatten_outputs(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
 
 
 def logits(_module: nn.Module, _args: object, outputs: object) -> Tensor:
-    """Return the logits of a module's outputs in a hook. Outputs without logits remain unchanged."""
+    """Return the logits from a module's outputs in a hook. Outputs without logits remain unchanged."""
     rows: Tensor = _logits_of(outputs)
     return rows
 
@@ -150,7 +150,7 @@ def adapt_module(module: nn.Module, signature: Signature) -> nn.Module:
 
 
 class NodeSamples(NamedTuple):
-    """Samples in one part of a node's data.
+    """Samples that belong to one part of a node's data.
 
     Attributes:
         inputs: inputs ``[n, ...]``, keyed by name.
@@ -174,7 +174,7 @@ def read_samples(part: str, samples: object, keys: Sequence[str], subject: str |
             without subjects.
 
     Raises:
-        ConfigError: the data set does not contain samples with a target.
+        ConfigError: the data set does not contain samples that include a target.
     """
     if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(v, Tensor | np.ndarray) for v in samples):
         native = (v if isinstance(v, Tensor) else np.asarray(v, v.dtype.newbyteorder("=")) for v in samples)
@@ -275,7 +275,7 @@ def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
 
 
 def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the inputs, followed by that of the target.
+    """Return the names of the inputs, followed by the name of the target.
 
     Raises:
         ConfigError: no entry, or more than one, has a name in `TARGET_KEYS`.

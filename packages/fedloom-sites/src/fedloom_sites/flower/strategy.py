@@ -48,18 +48,18 @@ from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
-"""Key for the round in the configs of Flower's strategies."""
+"""Key that stands for the round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
 }
 """Advice on what to use instead of Flower's configs."""
 LONG_RUN_ROUNDS = 1000
-"""Number of rounds in a second trial setting, which shows the options that depend on the number of rounds."""
+"""Number of rounds in a second trial setting, which reveals the options that depend on the number of rounds."""
 
 
 class Strategy(FlowerStrategy):
-    """A method of fedloom at the server of a Flower app, whose nodes use `fedloom_sites.flower.client`.
+    """The server's side of a fedloom method in a Flower app whose nodes use `fedloom_sites.flower.client`.
 
     Args:
         algorithm: the method's name in ``fl.algorithms.REGISTRY``.
@@ -68,9 +68,9 @@ class Strategy(FlowerStrategy):
         min_nodes: minimum number of nodes to wait for before the first round. All nodes that are present at that time
             form the federation.
         wait: number of seconds to wait for the nodes.
-        evaluate_every: number of rounds between two evaluations at the nodes. 0 for no evaluation.
+        evaluate_every: number of rounds between two evaluations at the nodes, or 0 for no evaluation.
         folder: folder for the run's checkpoint, which is written after every round. Calling `start` with the folder of
-            an interrupted run resumes the run with the same nodes. None for no checkpoint.
+            an interrupted run resumes the run with the same nodes. None if no checkpoint is written.
         choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
             ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine``, as in an experiment file or
             `fedloom.Setting`. All other arguments are options of the method.
@@ -81,7 +81,7 @@ class Strategy(FlowerStrategy):
 
     Raises:
         ConfigError: a method, an option or a choice is unknown.
-        Refused: real nodes cannot compute the method.
+        Refused: the method cannot be computed by real nodes.
     """
 
     @undisturbed()
@@ -127,7 +127,7 @@ class Strategy(FlowerStrategy):
         them.
 
         Returns:
-            Flower's result. Rounds are numbered from the first round of the run.
+            Flower's result. Rounds are counted from the first round of the run.
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
@@ -336,7 +336,7 @@ class Strategy(FlowerStrategy):
     @undisturbed()
     @entered("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
-        """Find the nodes of the run, build the job from their descriptions of samples, and return the initial state."""
+        """Find the run's nodes, build the job from the descriptions of their samples, and return the initial state."""
         self._model.load_state_dict(state_dict_of(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
@@ -372,7 +372,7 @@ class Strategy(FlowerStrategy):
         """Clients, job and state of a run.
 
         Raises:
-            ConfigError: no run has begun.
+            ConfigError: no run has started yet.
         """
         if self._clients is None or self._job is None or self.state is None:
             raise ConfigError(
@@ -411,7 +411,7 @@ class Strategy(FlowerStrategy):
         Args:
             grid: Flower's connection to the nodes.
             parameters: parameters of the server's model.
-            saved: run to resume. None for a new run.
+            saved: the run to resume. None stands for a new run.
 
         Raises:
             ConfigError: too few matching nodes are present, or the folder contains a different run.
@@ -430,7 +430,7 @@ class Strategy(FlowerStrategy):
 
     @undisturbed()
     def _is_unchanged(self, initial_arrays: ArrayRecord) -> bool:
-        """Return True if the run trains only a global model, and this model has not changed."""
+        """Return True if the run trains only a global model, and this model is unchanged."""
         newest = self._arrays()
         if newest is None or self._running[1].has_personal:
             return False
@@ -480,4 +480,4 @@ def _scores(answer: object) -> MetricRecord | None:
 
 
 class _Configured(Exception):
-    """Exception that signals that the messages of a round have been configured. The replies arrive later."""
+    """Exception that signals that the messages of a round have been configured. The replies arrive at a later time."""

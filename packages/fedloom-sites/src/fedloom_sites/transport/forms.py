@@ -23,23 +23,23 @@ from fedloom.local.rows import rows_of
 from fedloom.processes.clients import ScoreRequest, TrainRequest
 
 HEADER_BYTES = 1 << 16
-"""Maximum number of bytes in an encoded message in addition to its numbers."""
+"""Maximum number of bytes in an encoded message apart from its numbers."""
 WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
-"""Names of message fields that are not fields of the method."""
+"""Names of those message fields that are not fields of the method."""
 
 
 class Forms:
     """Message formats of a run.
 
     Args:
-        job: run, either at the server or at a site.
+        job: the run, either at the server or at a site.
         server: the server's state before the first round.
         client: number of an arbitrary client.
-        dense: True to encode all numbers of an upload one by one, whatever the channel, because a node of a Flower app
-            may change its upload after the channel.
+        dense: True to encode all numbers of an upload individually, whatever the channel, because a node of a Flower
+            app may change its upload after the channel.
 
     Attributes:
-        idle: upload of a client that takes no steps.
+        idle: upload of a client that takes no training steps.
     """
 
     def __init__(self, job: Job, server: Any, client: int = 0, *, dense: bool = False) -> None:
@@ -160,7 +160,7 @@ class Forms:
             yield c, common if down is None or common else self.write_models(rows_of(down, slice(c, c + 1)), model)
 
     def read_models(self, parts: list[bytes], *, global_there: bool) -> tuple[Any, Tensor | None]:
-        """Decode the download and the global model ``[d]``. Either may be None.
+        """Decode the download and the global model ``[d]``. Either of them may be None.
 
         Raises:
             WireError: the bytes are not these models.
@@ -216,7 +216,7 @@ def is_common(down: Any) -> bool:
 
 
 class Upload(NamedTuple):
-    """Upload of one client, rows ``[1, .]``."""
+    """Upload of one client, with rows ``[1, .]``."""
 
     up: Any
     info: Tensor | None
@@ -224,5 +224,5 @@ class Upload(NamedTuple):
 
 
 def output_of(sent: Upload, work: Tensor) -> ClientOutput:
-    """Return a client's output as seen by the server. The client's state stays at the client."""
+    """Return a client's output as seen by the server. The client's state remains at the client."""
     return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.sampler_report)

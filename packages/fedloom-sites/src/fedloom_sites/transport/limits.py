@@ -1,4 +1,4 @@
-"""Limits of real clients: choices that only a simulation can compute, for deployments and Flower apps."""
+"""Limits of real clients: choices that only a simulation can compute, and that deployments and Flower apps reject."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Node:
     Args:
         job: the run, with the client's samples.
         server: initial state of the run's server.
-        client: number of the client.
+        client: the client's number.
         dense: see `Forms`.
     """
 
@@ -81,7 +81,7 @@ class Node:
             job: this run, after `load_state`.
             messages: messages from the server.
             t: round.
-            common: True if the global model is scored.
+            common: True if the global model is also scored.
             trained: False if the client has no training samples, and therefore no personal model.
         """
         down, shared = self.receive(messages, common=common)
@@ -98,7 +98,7 @@ class Node:
 
 
 class NodeModels(NamedTuple):
-    """Models that a client scores in an evaluation.
+    """Models that a client scores when it evaluates.
 
     Attributes:
         down: the download that would result if every client had received it, or None.

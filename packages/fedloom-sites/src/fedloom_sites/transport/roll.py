@@ -28,7 +28,7 @@ class Roll:
         return self._client_of.get(node)
 
     def enter(self, client: int, node: int) -> None:
-        """Record that a client answers at a node, and mark the client as connected."""
+        """Record at which node a client answers, and mark the client as connected."""
         self.nodes[client], self._client_of[node] = node, client
 
     def connect(self, here: Collection[int]) -> list[int]:

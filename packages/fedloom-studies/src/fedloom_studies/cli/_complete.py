@@ -14,4 +14,4 @@ recipes = offer(
 )
 """Names that complete an argument of ``fedloom reproduce``."""
 setups = offer(lambda: tomllib.loads((_PACKAGE_FILES / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
-"""Names that complete an argument of ``fedloom map``."""
+"""Names with which the shell completes an argument of ``fedloom map``."""

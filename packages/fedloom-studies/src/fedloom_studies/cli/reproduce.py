@@ -1,4 +1,4 @@
-"""The command ``fedloom reproduce``, which reproduces tables and figures of papers."""
+"""Command ``fedloom reproduce``, which reproduces tables and figures of papers."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _run(
     seeds: list[int], only: list[str], budget: TimeBudget, several: bool, join: bool,
     engine: Executor | None,
 ) -> bool:  # fmt: skip
-    """Run one recipe and print its verdicts. Return True if the next recipe may be run."""
+    """Run a recipe and print its verdicts. Return True if the next recipe may be run."""
     from fedloom.errors import DataError
     from fedloom.lab.progress import count_progress
     from fedloom_studies.reproduce import reproduce as run
@@ -225,7 +225,7 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
     """Add seeds step by step while a claim is undecided, provided that the recipe is cheap.
 
-    Return False if the time limit was reached.
+    Return False if the time limit has been reached.
     """
     from fedloom_studies.reproduce.judge import claims
     from fedloom_studies.reproduce.looks import LOOK_LEVELS, UNDECIDED
@@ -250,7 +250,7 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
 def _work_through(out: Path, results: Path, data_dir: Path | None, workers: str, budget: TimeBudget) -> None:
     """Run the experiments of the frozen list, in order of increasing cost per claim.
 
-    At the time limit, exit with code 130.
+    If the time limit is reached, exit with code 130.
     """
     from fedloom.lab.printing import print_texts
     from fedloom.lab.progress import count_progress
@@ -354,7 +354,7 @@ def seconds(text: str) -> float:
     """Convert a duration such as 90s, 150m or 2h to seconds.
 
     Raises:
-        ConfigError: the text is not a duration.
+        ConfigError: the text does not state a duration.
     """
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
     try:

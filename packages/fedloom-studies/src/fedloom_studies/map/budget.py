@@ -1,4 +1,4 @@
-"""Planning at equal gradients: find the number of rounds in which a method computes as many gradients as FedAvg."""
+"""Planning at equal gradients: finds the number of rounds in which a method computes as many gradients as FedAvg."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class GradientBudget:
         Args:
             cell: the method in the given setup.
             params: settings of the method, keyed by name.
-            seed: seed of the run.
+            seed: the run's seed.
             whole: True to run every round when measuring the cost, as in `fedloom.lab.tune.Budget.rounds`.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as in `fedloom.lab.tune.Budget.rounds`.
+            ConfigError, RunStopped, ClientError: see `fedloom.lab.tune.Budget.rounds`.
         """
         fed, budget = self._budget_of_seed(seed)
         setting: Setting = parse(replace_params(cell.document, 0, params), cell.where).methods[0].setting

@@ -4,8 +4,8 @@ The selected methods form the portfolio that `fedloom advise` compares in a race
 
 The regret of a selection in a setup is the difference between the best of all methods and the best of the selected
 methods, by mean test scores at equal gradients. Local training and FedAvg are always selected. A greedy algorithm then
-repeatedly adds the method that reduces the mean regret over the setups the most. Ties are broken by the smaller maximum
-regret, and then by name.
+repeatedly adds the method that most reduces the mean regret over the setups. Ties are broken by smaller maximum regret,
+and then by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ at each comparison."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
-"""Name of the step size, whose range a race derives from the user's file."""
+"""Name of the step size, whose range in a race is derived from the user's file."""
 Figures = Mapping[str, Mapping[str, float]]
 """Mean test scores of methods, keyed by setup and method."""
 
@@ -42,7 +42,7 @@ FILE_HEAD = """# The methods that `fedloom advise` races, and where it looks for
 
 
 def read_figures(setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord]) -> Figures:
-    """Return the mean test score of every completed method in every setup with tuning, keyed by setup and method."""
+    """Return the mean test score of every completed method in every tuned setup, keyed by setup and method."""
     figures: dict[str, dict[str, float]] = {}
     for setup in setups:
         for (name, method), record in records.items():
@@ -62,7 +62,7 @@ def regrets(figures: Figures, methods: Sequence[str]) -> dict[str, float]:
 
 
 def cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...]:
-    """Return the methods that the greedy algorithm selects.
+    """Return the methods selected by the greedy algorithm.
 
     >>> cover({"a": {"local": 0.1, "fedavg": 0.2, "x": 0.9, "y": 0.5}, "b": {"local": 0.7, "y": 0.6}}, 3)
     ('local', 'fedavg', 'x')

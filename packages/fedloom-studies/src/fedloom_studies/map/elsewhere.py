@@ -42,7 +42,7 @@ def measure_elsewhere(
         records: records that existed before the call, keyed by setup and method.
         results: file in which records are stored.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
-        say: function that is called with a sentence about every cell.
+        say: function that is called with a sentence about each cell.
         again: True to rerun each cell with other seeds, to confirm its verdict.
 
     Raises:
@@ -87,7 +87,7 @@ def compute_cell(_experiment: str, unit: str) -> bytes:
 
     Args:
         _experiment: not used. A cell contains its whole experiment.
-        unit: JSON object with the cell, its existing records, and the checksum of its data.
+        unit: JSON object that contains the cell, its existing records, and the checksum of its data.
 
     Returns:
         A `UnitReply` with the record, encoded as bytes.

@@ -45,7 +45,7 @@ class BothProtocols(NamedTuple):
     Attributes:
         rounds: verdicts at equal rounds.
         gradients: verdicts at equal gradients.
-        records: records at equal gradients as they were written, keyed by method. Reused records contain no values.
+        records: records at equal gradients, as originally written, keyed by method. Reused records contain no values.
         changes: mean at equal gradients minus mean at equal rounds, for every method whose work differs. All
             differences form one family of tests.
     """
@@ -64,7 +64,7 @@ class BothProtocols(NamedTuple):
         return [name for name in again if self.rounds.find(name) is not None]
 
     def changed(self, sign: int) -> list[str]:
-        """Return the methods whose change is significant and has the given sign, with the largest change first."""
+        """Return the methods whose change is significant and has the given sign, largest change first."""
         clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
         return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
 
@@ -73,7 +73,7 @@ def compare(rounds: SetupVerdict, first: Records, second: Records) -> BothProtoc
     """Compare the results of a setup at equal gradients with those at equal rounds, with the setup's first seeds.
 
     Args:
-        rounds: verdicts of the setup at equal rounds.
+        rounds: the setup's verdicts at equal rounds.
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
@@ -96,7 +96,7 @@ def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
 
 
 def changes_in_words(c: BothProtocols) -> str:
-    """Return sentences about methods whose means differ significantly between equal gradients and equal rounds."""
+    """Return sentences about methods whose means at equal gradients and at equal rounds differ significantly."""
     if not c.changes:
         return ""
     lower, higher = c.changed(-1), c.changed(1)
@@ -145,7 +145,7 @@ def summary(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
 def _dearer(comparisons: Sequence[BothProtocols]) -> str:
     """Return a sentence about the methods that compute over 10 % more gradients than FedAvg.
 
-    A single round of these methods already exceeds the budget.
+    A single round of these methods alone exceeds the budget.
     """
     named = []
     for c in comparisons:

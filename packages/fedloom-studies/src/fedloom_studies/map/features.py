@@ -4,7 +4,7 @@ These features are used instead of those of a pretrained network.
 
 The method follows Coates and Ng 2011, The importance of encoding versus training with sparse coding and vector
 quantization: patches are normalized, whitened, and compared with random patches by a soft threshold. The patches, the
-whitening and the scale of the features come from CIFAR-100, whose photos belong to none of the clients.
+whitening and the scale of the features come from CIFAR-100, none of whose photos belong to the clients.
 """
 
 from __future__ import annotations

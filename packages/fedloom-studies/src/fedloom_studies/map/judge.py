@@ -39,30 +39,29 @@ MIN_SETUPS = 3
 """Minimum number of setups, and of methods, for a statement about all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
-"""First and last positions of every group of adjacent methods that a test does not distinguish."""
+"""First and last positions of every group of adjacent methods that the test does not distinguish."""
 DETECTABLE_GAIN = 0.03
-"""Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of another
+"""Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of a different
 method."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a setup should detect this gain. This probability is the statistical power that studies
-usually aim for."""
+"""Probability with which a setup should detect this gain. Studies usually aim for this statistical power."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Result of a method in a setup.
+    """A method's result in a setup.
 
     Attributes:
         figures: values keyed by name and seed. ``mean``, ``worst10`` and ``variance`` are statistics of the metric over
             clients after the last round. ``gain_local`` and ``gain_fedavg`` are the mean differences over clients from
             the models of local training and FedAvg. ``gainers_local`` and ``gainers_fedavg`` are the fractions of
-            clients for which this difference is positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
-            round in which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
+            clients for which these differences are positive. ``mean_at_fedavg_work`` is the mean in the last evaluated
+            round by which no more gradients were spent than FedAvg spends in total, or NaN if there is no such round.
             ``gradients`` (of samples) and ``bytes`` are totals of the whole run. ``rounds_to_95`` is the first
             evaluated round that reaches 95 % of the best mean in the setup, or NaN if none does.
         gain: gain in ``mean`` over the better of local training and FedAvg. None for this baseline itself, and if
             either of the two has no result.
-        confirmed: True if the gain is also significant, with the same sign, with the seeds of a second run. None if
+        confirmed: True if the gain is also significant, with the same sign, for the seeds of a second run. None if
             there was no second run.
     """
 
@@ -113,12 +112,12 @@ class SetupVerdict:
     seeds: tuple[int, ...]
 
     def find(self, method: str) -> Standing | None:
-        """Return the result of a method, or None if it has none."""
+        """Return a method's result, or None if it has none."""
         return next((s for s in self.standings if s.method == method), None)
 
     @property
     def rivals(self) -> list[Standing]:
-        """Results of all methods except training on pooled data, with the best mean first."""
+        """Results of all methods except training on pooled data, best mean first."""
         return [s for s in self.standings if s.method != POOLED_METHOD]
 
     @property
@@ -128,7 +127,7 @@ class SetupVerdict:
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
-    """Judge the records of a setup. All differences that the pages state form one family of tests."""
+    """Judge the records of a setup. All differences stated on the pages form one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE_STATUS}
     whole = (
@@ -218,9 +217,9 @@ class Overall(NamedTuple):
     """Comparison of methods over all setups.
 
     Attributes:
-        methods: methods in order of their mean ranks, the best first.
+        methods: methods in order of their mean ranks, best first.
         ranks: each method's mean rank over the setups, where 1 is the best.
-        setups: setups in which all of these methods have a result.
+        setups: setups in which each of these methods has a result.
         p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
         groups: groups of methods that Nemenyi's test does not distinguish.
     """
@@ -235,7 +234,7 @@ class Overall(NamedTuple):
 def overall(verdicts: list[SetupVerdict]) -> Overall | None:
     """Apply Friedman's and Nemenyi's tests to the largest block of setups and methods without missing results.
 
-    Return None if this set is too small.
+    Return None if the set is too small.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.

@@ -1,4 +1,4 @@
-"""Measurement of cells (each is a method in a setup): first the trials for tuning, then runs with new seeds.
+"""Measurement of cells, each of which is a method in a setup: first the trials for tuning, then runs with new seeds.
 
 Only missing parts are run. Cells are processed in any order, and the work stops when the time limit is reached.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fedloom.lab.tune import SearchResult
 
 PAUSE_SECONDS = 0.5
-"""Time in seconds between two checks for a cell that no other process is measuring."""
+"""Time, in seconds, between two checks for a cell that no other process is measuring."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -53,7 +53,7 @@ def due(
     setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
     space: Mapping[str, object] = NO_OPTIONS, *, again: bool = False, old: bool = False, protocol: Protocol = "rounds",
 ) -> list[Cell]:  # fmt: skip
-    """Return the cells that need to be run, setup by setup, with the reference methods first.
+    """Return the cells that need to be run, setup by setup, starting with the reference methods.
 
     Cells whose records lack seeds of the setup's plan are included, unless they are stale.
 
@@ -64,7 +64,7 @@ def due(
             methods of the protocol are included.
         space: space in which the requested methods' settings are searched.
         again: True to select recorded cells that have not been confirmed with other seeds, rather than missing cells.
-        old: True to include stale cells.
+        old: True to include cells with stale records.
         protocol: protocol of the cells and of their records.
     """
     cells_due = []
@@ -102,11 +102,11 @@ def measure_all(
         todo: cells that remain to be run.
         records: records that existed before the call, keyed by setup and method.
         results: file in which records are stored.
-        out: folder for the run directories. Each cell uses a separate folder inside this one.
+        out: folder for the run directories. Each cell uses its own folder inside this one.
         data_dir: folder with the data sets. If the data of a setup are missing, its cells are skipped.
         budget: time limit for all cells.
         show: function that shows the progress of runs.
-        say: function that is called with a sentence about every cell.
+        say: function that is called with a sentence about each cell.
         again: True to rerun each cell with other seeds, to confirm its verdict.
         workers: number of cells to run at the same time.
         join: True to wait for cells that other processes are measuring, and to take over the cells of processes that
@@ -213,7 +213,7 @@ class _Measured(NamedTuple):
 
 
 class CellWork(NamedTuple):
-    """Measurement of one cell, with its folder and what its runs need."""
+    """Measurement of one cell, including its folder and what its runs need."""
 
     cell: Cell
     folder: Path
@@ -227,7 +227,7 @@ class CellWork(NamedTuple):
         """Return the record of the cell, or None if the work was interrupted.
 
         Args:
-            before: earlier record of the cell.
+            before: earlier record of the same cell.
             first: record of the method at equal rounds, if this cell is at equal gradients.
             again: True to rerun the cell of the earlier record with other seeds, to confirm its verdict.
 
@@ -241,7 +241,7 @@ class CellWork(NamedTuple):
         return self.reuse(first) or self.confirm(before) or self.measure()
 
     def reuse(self, first: CellRecord | None) -> CellRecord | None:
-        """Return the record of a cell at equal gradients whose runs would be the same as at equal rounds.
+        """Return the record of a cell at equal gradients if its runs would be the same as those at equal rounds.
 
         Return None for cells of any other kind.
         """
@@ -256,7 +256,7 @@ class CellWork(NamedTuple):
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
 
     def measure(self) -> CellRecord | None:
-        """Run the missing parts of the cell. Return the record, or None if the work was interrupted."""
+        """Run those parts of the cell that are missing. Return the record, or None if the work was interrupted."""
         cell = self.cell
         with summaries.count_spent_time(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
@@ -282,7 +282,7 @@ class CellWork(NamedTuple):
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
         """Return an outdated record as current if rerunning its first seed gives the same values, otherwise None.
 
-        The values must be exactly equal.
+        The values must be exactly the same.
         """
         if record is None or record.status != DONE_STATUS or record.digest != self.cell.digest:
             return None
@@ -293,7 +293,7 @@ class CellWork(NamedTuple):
         return replace(record, source=self.cell.source) if same else None
 
     def _search(self, listeners: tuple[Listener, ...]) -> SearchResult:
-        """Run the search for settings, and return all trials and the best one."""
+        """Search for the method's settings, and return all trials and the best one."""
         from fedloom.lab.tune import Tuning
 
         cell = self.cell
@@ -304,7 +304,7 @@ class CellWork(NamedTuple):
         return finding
 
     def look_again(self, record: CellRecord) -> CellRecord | None:
-        """Return the record with runs of other seeds added, using the same settings.
+        """Return the record extended by runs of other seeds with the same settings.
 
         Return None if the work was interrupted.
         """
@@ -380,7 +380,7 @@ class CellWork(NamedTuple):
     def _play(
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
     ) -> dict[str, Any] | None:
-        """Run the method with the chosen settings and with the options ``more``.
+        """Run the method with the chosen settings, and with the options in ``more``.
 
         Return the fields of a record, or None if the work was interrupted.
         """

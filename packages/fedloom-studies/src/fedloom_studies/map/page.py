@@ -148,7 +148,7 @@ def pages(
         records: records at equal rounds.
         references: records of scikit-learn models.
         gradients: records at equal gradients.
-        ruled: records of methods with aggregation rules under attack.
+        ruled: records of methods that were run with aggregation rules under attack.
 
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
@@ -306,7 +306,7 @@ def _settings(record: CellRecord) -> str:
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
-    """Return a row for each setup and method that shows how the method compares with all recorded methods."""
+    """Return a row for each setup and method that compares the method with all recorded methods."""
     rows = []
     for j in verdicts:
         for method in methods:
@@ -324,7 +324,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with one row for each run, and one for each cell without a run.
+    """Return a table with one row for each run, and one for each cell that has no run.
 
     Numbers are neither rounded nor scaled.
     """

@@ -1,4 +1,4 @@
-"""Pictures of the map as SVG, in colors that are readable on light and dark backgrounds."""
+"""Pictures of the map in SVG, in colors that are readable on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedloom_studies.map.judge import Groups, SetupVerdict
 from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN
 
 ROW_PIXELS, BAR_PIXELS = 16, 8
-"""Height of a row, and width of a bar beside the rows, in pixels."""
+"""Height of a row, and width of a bar next to the rows, in pixels."""
 MAX_COLORED_GAIN = 0.1
 """Gain at which a cell of the picture has the strongest color."""
 STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
@@ -88,7 +88,7 @@ def ladder(
         names: names of the methods, best first.
         values: value of each method.
         halves: half-width of each value's interval. NaN if there is no interval.
-        title: title of the values.
+        title: title shown for the values.
         groups: groups of methods that a test does not distinguish. Each group is drawn as a bar next to its rows.
         full: methods that are drawn as filled circles. All other methods are drawn as empty circles. If None, all
             methods are drawn as filled circles.

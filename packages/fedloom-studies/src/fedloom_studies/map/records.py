@@ -32,11 +32,11 @@ class Series(NamedTuple):
     """Result of a run with one seed, for the model that a client would use.
 
     Attributes:
-        clients: metric on the test part of each client after the last round, ``[n]``. None for a value that is unknown,
-            such as that of an attacker.
+        clients: metric on each client's test part after the last round, ``[n]``. None for a value that is unknown, such
+            as that of an attacker.
         rounds: numbers of the evaluated rounds, ``[k]``.
         mean: mean over clients in each of these rounds.
-        gradients: number of samples whose gradients had been computed by each of these rounds.
+        gradients: number of samples whose gradients were computed by the end of each of these rounds.
         bytes: number of bytes that had been sent in both directions by each of these rounds.
     """
 
@@ -52,15 +52,15 @@ class CellRecord:
     """Result of a cell.
 
     Attributes:
-        protocol: what the runs have in common with FedAvg's runs: the number of rounds or of gradients.
+        protocol: what the runs have in common with FedAvg's runs: either the number of rounds or that of gradients.
         digest: digest of the inputs (see `Cell.digest`).
         source: digest of the code that was run (see `Cell.source`).
-        space: search space that was given for the method's settings.
+        space: search space given for the method's settings.
         status: "done", "failed" (a run diverged), "not applicable" or "reused".
         reason: reason why the cell has no result, or why it is reused.
         metric: metric to which the values belong. Higher values are better.
-        model: kind of model that a client would use: hybrid if the method has both a global and a personal model, or
-            else its only model.
+        model: kind of model that a client would use: hybrid if the method has both a global and a personal model,
+            otherwise its only model.
         chosen: settings of the best trial, keyed by name.
         trials: settings and validation metric of every trial. The metric is None if the trial was not completed.
         seeds: results of the runs, keyed by seed.
@@ -101,7 +101,7 @@ def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any
 
 
 def read_record(fields: Mapping[str, Any]) -> CellRecord:
-    """Convert plain values, such as those read from JSON, to a record."""
+    """Convert plain values (such as those read from JSON) to a record."""
     looks = {key: {seed: Series(*values) for seed, values in fields[key].items()} for key in ("seeds", "again")}
     return CellRecord(**{**fields, **looks})
 
@@ -112,7 +112,7 @@ def record_cell(record: CellRecord, file: Path) -> None:
 
 
 def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, str], CellRecord]:
-    """Return all records of a protocol, keyed by setup and method.
+    """Return all records made under a protocol, keyed by setup and method.
 
     Raises:
         RunDirError: a line of the file is not a record of the map.
@@ -135,7 +135,7 @@ def fill_reused(
 
     Args:
         records: records at equal gradients.
-        first: records at equal rounds. Reused cells that have no record at equal rounds are left out.
+        first: records at equal rounds. Reused cells without a record at equal rounds are left out.
     """
     whole = {}
     for key, record in records.items():
@@ -163,7 +163,7 @@ def stale(cell: Cell, record: CellRecord) -> str:
 def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
     """Read the fields of a record from a run directory: the metric, the model, and the result of each seed.
 
-    Seeds without a result are left out.
+    Seeds that have no result are left out.
     """
     kinds = {key.model for key in run.series if key.part == "test"}
     model = next((kind for kind in reversed(MODEL_KINDS) if kind in kinds), "")

@@ -35,7 +35,7 @@ def reference_names() -> Iterator[tuple[str, str, str]]:
 
 
 def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
-    """Fit and score all references, and yield their records.
+    """Fit and score all references, and yield a record of each.
 
     For every seed, a reference is fitted to the training parts with scikit-learn's default settings and scored on the
     test parts.
@@ -59,7 +59,7 @@ def measure(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
 
 
 def _outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of the models on the clients' test parts, the targets, and the client of each output."""
+    """Return the models' outputs on the clients' test parts, the targets, and each output's client."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
     outputs = []

@@ -39,14 +39,14 @@ Records = Mapping[tuple[str, str], CellRecord]
 def measure(
     chosen_in: Records, file: Path, out: Path, data_dir: Path | None, budget: TimeBudget, say: Callable[[str], object]
 ) -> bool:
-    """Run all combinations of a method, an aggregation rule and an attack that a file of records lacks.
+    """Run all combinations of a method, an aggregation rule and an attack that are missing from a file of records.
 
-    Return True if all of them have ended.
+    Return True if all combinations have ended.
 
     Args:
         chosen_in: records of the map, whose chosen settings are used.
         file: file from which the records of these combinations are read, and to which they are written.
-        out: folder of the run directories.
+        out: folder for the run directories.
         data_dir: folder of data sets.
         budget: time limit of the runs.
         say: function that is called with a sentence about each combination.
@@ -83,7 +83,7 @@ def judge_rules(records: Records) -> dict[str, SetupVerdict]:
 
 
 def _missing(records: Records, attack: str = "") -> int:
-    """Return the number of combinations without a record under one attack, or under all attacks."""
+    """Return the number of combinations without a record, under one attack or under all attacks."""
     cells = [(cell.setup.name, name) for name, cell in rule_cells() if attack in ("", cell.setup.name)]
     return sum(key not in records for key in cells)
 
@@ -115,14 +115,14 @@ def recommendation(verdicts: Mapping[str, SetupVerdict]) -> str:
 
 
 def advise_rule(records: Records) -> str:
-    """Return the paragraph of the map's page about aggregation rules, or the command that runs them."""
+    """Return the paragraph about aggregation rules on the map's page, or the command that runs them."""
     verdicts = judge_rules(records)
     link = f"[Four rules and three attacks]({MAP_FOLDER}/attack.md#aggregation-rules-under-attack)"
     return f"{link}: {recommendation(verdicts) if verdicts else _say_missing(records)}"
 
 
 def rules_section(records: Records) -> Iterator[str]:
-    """Yield the lines about aggregation rules for the page of the setup with attackers."""
+    """Yield the lines about aggregation rules for the page of the setup in which there are attackers."""
     verdicts = judge_rules(records)
     yield from ("## Aggregation rules under attack", "")
     if not verdicts:

@@ -42,9 +42,9 @@ class Setup:
     """A federation, and the way in which its clients are trained.
 
     Attributes:
-        title: title for readers, which names what is special about the clients.
-        says: sentence that describes how the federation was made.
-        share: core-minutes that all cells of the setup at equal rounds may take together.
+        title: title for readers, which states what is special about the clients.
+        says: sentence that describes how the federation was constructed.
+        share: core-minutes that all cells of the setup may take together at equal rounds.
         trials: number of trials per method. If there is only one trial, all methods run with their default settings.
         tuning: seeds for the trials.
         seeds: seeds with which results are computed.
@@ -84,7 +84,7 @@ class Setup:
 
     @property
     def training(self) -> str:
-        """Description of the model, the number of rounds and the tuning."""
+        """Sentence that describes the model, the number of rounds and the tuning."""
         model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
         tuned = f"{self.trials} trials per method" if self.trials > 1 else "default settings without tuning"
         kind = self.document["model"]["kind"]
@@ -113,7 +113,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
 def rule_cells() -> Iterator[tuple[str, Cell]]:
     """Yield the name and the cell of each method with each aggregation rule under each attack.
 
-    The setup of an attacked cell is named after the attack. A method with the plain mean keeps its own name.
+    The setup of an attacked cell is named after the attack. A method that uses the plain mean keeps its own name.
     """
     declared = _declared()["rules"]
     base = setups("full")[declared["setup"]]
@@ -172,7 +172,7 @@ class Cell:
 
     @property
     def where(self) -> str:
-        """Name of the cell in messages to the user."""
+        """The cell's name in messages to the user."""
         return f"{self.method} in {self.setup.name}{' at equal gradients' if self.protocol == 'gradients' else ''}"
 
     @property
@@ -191,7 +191,7 @@ class Cell:
 
     @property
     def search(self) -> dict[str, Any]:
-        """Content of the experiment file that searches for the method's settings."""
+        """Content of the experiment file in which the method's settings are searched."""
         plain = {"model": "best-on-validation", "prune": False, "equal_work": self.protocol == "gradients"}
         space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
@@ -251,8 +251,8 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
     The entries of the file have the form ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
 
     Raises:
-        ConfigError: the file cannot be read, names a setting that the method does not have, or gives no valid space for
-            a setting.
+        ConfigError: the file cannot be read, names a setting that the method does not have, or does not define a valid
+            space for a setting.
     """
     from fedloom.lab.tune import check_values, space_of
 

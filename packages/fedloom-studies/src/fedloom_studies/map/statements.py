@@ -1,4 +1,4 @@
-"""Statements that the map's records support: first the advice, then sentences about each setup."""
+"""Statements that the map's records support: first the recommendation, then sentences about each setup."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MAP_FOLDER = "map"
 """Folder for each setup's page and pictures, and for the table of all runs."""
 WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
-"""Comparison that stands for a method without a result."""
+"""Comparison that represents a method without a result."""
 
 
 def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator[str]:
     """Yield the lines of the first table, which contains the recommendation for each setup, with its gain and cost.
 
     The recommended method is the best of those that are better than the baseline (the better of local training and
-    FedAvg). If no method is better than the baseline, the baseline is advised, provided that it is better than the
-    other of the two and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method
+    FedAvg). If no method is better than the baseline, the baseline is recommended, provided that it is better than the
+    other of the two, and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method
     is advised. For tables, training alone is represented by the best model that a single client can train, including
     scikit-learn models. The largest gains come first.
     """
@@ -67,7 +67,7 @@ def advice(verdicts: Sequence[SetupVerdict], references: References) -> Iterator
 
 
 def recommended(j: SetupVerdict) -> Standing | None:
-    """Return the method that a setup supports as advice, or None if there are too few seeds to decide."""
+    """Return the method that the results of a setup recommend, or None if there are too few seeds to decide."""
     if better := [s for s in rivals_of(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
@@ -92,7 +92,7 @@ def _state_better_reference(j: SetupVerdict) -> str:
 
 
 def finding(verdicts: Sequence[SetupVerdict]) -> str:
-    """Render the first paragraphs of the page, about the methods that are better than the baseline."""
+    """Render the page's first paragraphs, which are about the methods that are better than the baseline."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No federation has results of both local training and FedAvg yet."
@@ -122,7 +122,7 @@ def rivals_of(j: SetupVerdict) -> list[Standing]:
 
 
 def sentences(j: SetupVerdict) -> list[str]:
-    """Return three sentences that the records of a setup support, followed by a sentence about its statistical power.
+    """Return three sentences that a setup's records support, followed by a sentence about its statistical power.
 
     If there are not enough records, a single sentence is returned.
     """

@@ -1,8 +1,8 @@
 """Page about tables of other programs: every printed value next to fedloom's value, and verdicts of fair tests.
 
 A value is exact if fedloom's mean has the printed digits, and close if it differs by no more than the limit of the
-table. A value beyond this limit is explained by the spread over seeds if it lies within two standard errors, or else by
-a sentence in the recipe.
+table. A value beyond this limit is explained either by the spread over seeds, if it lies within two standard errors, or
+by a sentence in the recipe.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""File in the folder of the summaries that contains concordances of the exact Cox regression. The script
+"""File, in the folder of the summaries, with concordances of the exact Cox regression. The script
 `studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
 """File, in the folder of the summaries, with the results of the public code's loops on adult.
@@ -74,7 +74,7 @@ class CellWord(StrEnum):
 
 
 def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
-    """Return the word for a value, or None if the table prints no value or the value was not run."""
+    """Return the word for a value, or None if the table does not print it or it was not run."""
     if cell.paper is None or not np.isfinite(cell.mean):
         return None
     gap = abs(cell.mean - cell.paper)
@@ -89,7 +89,7 @@ def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
 
 
 def tables(recipes: Mapping[str, Recipe]) -> dict[str, list[Recipe]]:
-    """Return the recipes of each table of another program, keyed by table. Recipes as published come first."""
+    """Return the recipes of each table of another program, keyed by table. Recipes as published are listed first."""
     by_table: dict[str, list[Recipe]] = {}
     for recipe in recipes.values():
         if recipe.paper.table:
@@ -118,7 +118,7 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def render_overview(groups: Mapping[str, list[Recipe]], summaries: Summaries, beside: Mapping[str, Figures]) -> str:
-    """Render the page about all tables, with additional values for some tables."""
+    """Render the page about all tables, with additional values for some of them."""
     lines = [OTHERS_TEXT, "| table | cells as printed | fair test |", "|---|---|---|"]
     for table, group in groups.items():
         published, fair = _split(group)
@@ -181,7 +181,7 @@ def _say_verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _means(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
-    """Return the mean of each column, in the unit of the table's values."""
+    """Return each column's mean, in the unit of the table's values."""
     shown = cells(recipe, summary.numbers, compare=False)
     return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
 

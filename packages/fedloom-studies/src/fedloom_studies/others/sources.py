@@ -1,7 +1,7 @@
 """Data of tables from other programs, prepared and split as in those programs, and their initial model.
 
-Experiment files refer to these classes by import path. Each client's test part is the one in the table, so the
-partition is ``writers`` with ``test_from = "users"``.
+Experiment files refer to these classes by import path. Each client's test part is given in the table, so the partition
+is ``writers`` with ``test_from = "users"``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SeededLinear(ModelSpec):
             return self.module(shape, outputs)
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        """Return the layer with weights drawn from the current global generator."""
+        """Return the layer, whose weights are drawn from the current global generator."""
         return nn.Linear(shape[0], outputs)
 
 
@@ -122,7 +122,7 @@ class FlambyBrca(Source):
         """Read the table and the split, and return the data set.
 
         Raises:
-            DataError: a file is missing, or differs from FLamby's.
+            DataError: a file is missing, or differs from that of FLamby.
         """
         wanted = {"table": ("brca.csv",), "split": ("train_test_split.csv", "split.csv")}
         places = _find("Fed-TCGA-BRCA", self.path, data_dir, ("flamby", "brca"), wanted,
@@ -151,8 +151,8 @@ class FlambyBrca(Source):
 class AflAdult(Source):
     """UCI adult as split by q-FFL's code for agnostic federated learning (litian96/fair_flearn): doctorates and others.
 
-    The features are indicators of all levels of the eight categorical columns, 99 in total. A missing level has no
-    indicator.
+    The features are indicators of all levels of the eight categorical columns, 99 in total. There is no indicator for a
+    missing level.
     """
 
     path: str | None = Field(None, description="same meaning as this option of the data source 'adult'")
@@ -161,7 +161,7 @@ class AflAdult(Source):
         """Read both files and return the data set.
 
         Raises:
-            DataError: raised as in the source ``adult``.
+            DataError: raised in the same cases as for the source ``adult``.
         """
         adult = load("adult", data_dir, **({} if self.path is None else {"path": self.path}))
         parts = []
@@ -179,7 +179,7 @@ class AflAdult(Source):
 class AflFashion(Source):
     """Three classes of Fashion-MNIST, with one client per class (litian96/fair_flearn).
 
-    Each pixel is scaled by the training images of all ten classes.
+    Each pixel is scaled using the training images of all ten classes.
     """
 
     path: str | None = Field(None, description="same meaning as this option of the data source 'fashion-mnist'")

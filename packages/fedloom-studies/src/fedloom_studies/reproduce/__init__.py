@@ -15,4 +15,4 @@ if TYPE_CHECKING:
     from fedloom_studies.reproduce.summary import RecipeSummary as RecipeSummary
 
 __getattr__ = getter(__name__)
-"""Only running a recipe imports torch. The package is not imported to list names and titles."""
+"""Torch is imported only when a recipe is run. The package is not imported to list names and titles."""

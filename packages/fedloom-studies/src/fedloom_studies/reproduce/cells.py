@@ -74,7 +74,7 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]
 def within(
     mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
 ) -> str:  # fmt: skip
-    """Return the position of our value (within, above or below the range of the paper's).
+    """Return the position of our value: within, above or below the range of the paper's.
 
     The difference is added in units and in standard errors.
     """

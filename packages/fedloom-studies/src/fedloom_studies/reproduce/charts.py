@@ -17,7 +17,7 @@ LINE_CHARACTERS = 24
 
 
 def charted(cells: Sequence[TableCell]) -> list[TableCell]:
-    """Return the cells that can be drawn. The result is empty if no cell was run."""
+    """Return those cells that can be drawn. The result is empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 

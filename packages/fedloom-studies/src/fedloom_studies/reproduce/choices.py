@@ -1,4 +1,4 @@
-"""Choice of settings that a recipe leaves open, made by `fedloom.lab.tune`.
+"""Search, made by `fedloom.lab.tune`, for settings that a recipe leaves open.
 
 Every candidate is tried with one or several seeds.
 
@@ -8,11 +8,11 @@ accuracy in the last round, averaged over the method's models. If there is no ac
 that `fedloom.lab.tune` uses. With ``model = "auto"``, only the personal model is scored if there is one. A ``[choose]``
 table may reduce the ``rounds`` of these trials, and average the score over the first ``seeds``. With ``once = true``,
 the choice for the first variant applies to all variants. With ``metric = "accuracy/weighted"``, the score is the value
-on which the recipe's claims are judged. Test data are never used. With ``extend = K``, a grid is extended up to K times
-if its best value lies at an edge; the rule is the same for all methods. The next value is the edge value times its
-ratio to its neighbor. With ``edges = "every"``, the grid is extended in every key whose best value lies at its edge,
-and combinations of the best and the next values are tried. Otherwise, the grid is extended only in the first such key,
-with all values of the other keys.
+on which the recipe's claims are judged. Test data are never used for this. With ``extend = K``, a grid is extended up
+to K times if its best value lies at an edge; the rule is the same for all methods. The next value is the edge value
+times its ratio to its neighbor. With ``edges = "every"``, the grid is extended in every key whose best value lies at
+its edge, and combinations of the best and the next values are tried. Otherwise, only the grid of the first such key is
+extended, with all values of the other keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def _replace_values(method: Mapping[str, object], values: Mapping[str, object]) -> dict[str, Any]:
     """Return a method table with the chosen values inserted.
 
-    If a key contains a dot, the part before it is the name of a table.
+    If a key contains a dot, the part before the dot is the name of a table.
     """
     table = {k: v for k, v in method.items() if k != "choose"}
     for key, value in values.items():
@@ -81,7 +81,7 @@ def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, A
     """Return documents that extend the grids of methods whose best value lies at an edge.
 
     There is either a single document, or one for each key whose grid can be extended. The grids of different documents
-    do not overlap.
+    have no candidates in common.
     """
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
@@ -156,7 +156,7 @@ def _size(value: Any) -> float | None:
 
 
 def count_beyond_edges(choice: Mapping[str, object]) -> int:
-    """Return the number of candidates that were tried beyond the edges of the original grid."""
+    """Return the number of candidates that were tried beyond the original grid's edges."""
     return _trials(choice)["beyond"]
 
 
@@ -210,7 +210,7 @@ def first(document: Mapping[str, object]) -> dict[str, Any]:
 
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the methods whose settings are still open."""
+    """Return the methods that have open settings."""
     return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
 
 
@@ -220,7 +220,7 @@ def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
 
 
 def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the experiment document of the search, with the methods that have open settings, and their grids."""
+    """Return the experiment document of the search, which contains the methods with open settings and their grids."""
     methods = open_methods(document, {})
     grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
     # a method may be called as another one's algorithm is: its grid is not the other one's
@@ -246,7 +246,10 @@ def trials_of(document: Mapping[str, Any], variant: str) -> str:
 
 
 def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the experiment with the chosen settings inserted. A method without a choice uses its first candidate."""
+    """Return the experiment with the chosen settings inserted.
+
+    For a method without a choice, its first candidate is used.
+    """
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
         options, choice = dict(candidates(method)), choices.get(label_of(method), {})
@@ -272,7 +275,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
     """Add the results of a search to its file of choices.
 
-    If no trial of a method was completed, its first candidate wins.
+    If none of a method's trials was completed, its first candidate wins.
     """
     choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}

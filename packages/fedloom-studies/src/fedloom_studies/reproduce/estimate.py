@@ -1,9 +1,9 @@
 """Estimate of a recipe's time on this machine: the number of sample gradients times the measured seconds per gradient.
 
-For the number of gradients, the first round of each method is run on a tiny federation. The round yields the number of
-gradients per training sample and round. The number of gradients is multiplied by the numbers of rounds, seeds,
-participating clients and samples. For the seconds per gradient, FedAvg takes two steps on random data of the same
-shape, with the same model, batch size and engine.
+The numbers of gradients are determined by running the first round of each method on a tiny federation. The round yields
+the number of gradients per training sample and round. The number of gradients is multiplied by the numbers of rounds,
+seeds, participating clients and samples. For the seconds per gradient, FedAvg takes two steps on random data of the
+same shape, with the same model, batch size and engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SECONDS_OF_ROUND: dict[str, float] = {}
 def minutes(recipe: Recipe, scale: Scale) -> float:
     """Estimate the core-minutes that a recipe takes at a scale, including the choice of settings.
 
-    Evaluation is not included in the estimate.
+    The estimate does not include evaluation.
     """
     total = 0.0
     for number, document in enumerate(recipe.make_documents(scale).values()):
@@ -65,10 +65,10 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 
 
 def per_round(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    """Estimate the processor time of one round, in seconds. Evaluation is not included in the estimate.
+    """Estimate the processor time of one round, in seconds. The estimate does not include evaluation.
 
     Args:
-        plan: experiment that compares the method.
+        plan: experiment in which the method is compared.
         method: method whose round is estimated.
         data: shape and classes of the samples.
         clients: number of clients in the federation.
@@ -161,10 +161,10 @@ def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
 def listing(
     recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None, *, estimated: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each recipe: its name, title, data, state, stated time budget, and measured time.
+    """Yield a row for each recipe: its name, title, data, state, declared time limit, and measured time.
 
-    For a recipe that has not been run, the time is an estimate for this machine if ``estimated`` is true. To make
-    estimates, one model of each kind is timed once.
+    If a recipe has not been run, the time is an estimate for this machine if ``estimated`` is true. To make estimates,
+    one model of each kind is timed once.
     """
     missing: dict[str, bool] = {}
     for name, recipe in recipes.items():
@@ -182,7 +182,9 @@ def listing(
 
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
-    """Estimate what recipes that have not been run need, and write it to a file. The path of this file is returned.
+    """Estimate what recipes need that have not been run, and write the estimates to a file.
+
+    The path of this file is returned.
 
     The file is in the folder of the summaries. The estimates cover the full scale of all recipes that have no laptop
     scale.

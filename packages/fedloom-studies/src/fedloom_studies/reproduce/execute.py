@@ -41,7 +41,7 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import lock_folder, read_document
 
 PROTOCOL_FILE = "protocol.json"
-"""File in the folder of a recipe with digests of the documents that were run."""
+"""File, in a recipe's folder, with digests of the documents that were run."""
 DEVICE_KEY = "engine.device"
 """Key in this file for the device that was used. The value of this key is the name of the device."""
 SUM_ORDER_TOLERANCE = 0.002
@@ -58,13 +58,13 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
     """Parse a document that leaves no settings open, and return its experiment.
 
     Raises:
-        ConfigError: raised as by `fedloom.lab.experiment.parse`.
+        ConfigError: see `fedloom.lab.experiment.parse`.
     """
     return parse({**document, "engine": {"workers": workers, **document.get("engine", {})}}, where)
 
 
 class TimeBudget:
-    """Time limit of a recipe.
+    """A recipe's time limit.
 
     When the limit is reached, the current run is saved and stopped. A stopped run can be resumed later.
     """
@@ -102,13 +102,15 @@ def reproduce(
     join: bool = False,
     executor: Executor | None = None,
 ) -> RecipeSummary | None:
-    """Run the missing parts of a recipe. The result is a summary. The summary is written after every variant.
+    """Run the missing parts of a recipe.
+
+    The result is a summary of the runs. The summary is written after each variant.
 
     Args:
         recipe: recipe to run.
         scale: scale at which the recipe is run.
         out: folder for the recipe's results. Each variant has its own run directory in this folder.
-        results: folder for the summaries. None: the summary is not written.
+        results: folder in which summaries are stored. None: the summary is not written.
         data_dir: folder with the data sets.
         seeds: seeds to use instead of those of the recipe.
         only: labels of the methods to run. All methods are run if no labels are given.
@@ -163,7 +165,7 @@ def reproduce(
 
 
 def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Record in the folder which documents it belongs to. Methods and seeds may still be added or left out later.
+    """Record in the folder to which documents it belongs. Methods and seeds may still be added or left out later.
 
     Raises:
         RunDirError: the folder contains runs or trials of another version of a variant.
@@ -199,7 +201,7 @@ def _add_digests(file: Path, out: Path, documents: Mapping[str, Mapping[str, Any
 
 
 def _digests(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return one digest for each method (keyed by label, including candidates) and one for all keys except seeds.
+    """Return one digest for each method (keyed by label, including candidates), and one for all keys except the seeds.
 
     The device is added by its name, so that error messages can state it.
     """
@@ -210,7 +212,7 @@ def _digests(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
-    """Return the number of samples in every data set, keyed by source."""
+    """Return the number of samples in each data set, keyed by source."""
     sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
     return {name: len(source.load(data_dir)) for name, source in sources.items()}
 
@@ -235,12 +237,12 @@ def verify(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
     workers: int | str = 1, show: Show = _quiet,
 ) -> list[Difference]:  # fmt: skip
-    """Run the first seed of the first variant in a summary again, with the settings that were chosen then.
+    """Run the first seed of a summary's first variant again, with the settings that were chosen then.
 
     Return the differences between the values.
 
     Args:
-        recipe: recipe that the summary belongs to.
+        recipe: recipe to which the summary belongs.
         summary: summary with which values are compared.
         folder: empty folder for the run.
         data_dir: folder with the data sets.
@@ -249,7 +251,7 @@ def verify(
         show: function that shows the progress of runs.
 
     Raises:
-        RunDirError: the summary was made with an earlier version of the recipe.
+        RunDirError: the summary comes from an earlier version of the recipe.
     """
     if summary.protocol != recipe.protocol(summary.scale):
         raise RunDirError(
@@ -311,7 +313,7 @@ def _variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """Return False if the user stopped the run. Raise the exception that is passed in all other cases."""
+    """Return False if the user stopped the run. Raise the given exception in all other cases."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

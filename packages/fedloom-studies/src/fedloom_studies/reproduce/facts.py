@@ -31,7 +31,7 @@ class Unused(Value):
 
 
 class Fact(Value):
-    """Fact about the public code of a paper."""
+    """Fact about the public code that belongs to a paper."""
 
     paper: str = Field(description="name of the paper, as in the recipes' titles")
     text: str = Field(description="what the code does")

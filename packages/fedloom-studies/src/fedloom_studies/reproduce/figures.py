@@ -4,12 +4,12 @@ A reference has the form ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` o
 The model is global, personal, hybrid (as the run chose it), hybrid-validation (chosen on validation data in every run),
 or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
 train, validation or common is stated. The statistic ``client-K`` stands for the value of client number K alone. The
-default WHEN is the last round. WHEN may also be ``validation`` (the round that is best on validation data), ``mean``
-(the mean over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which
-is used for claims about work, is the first evaluated round whose validation score reaches the value. If a model never
-reaches the value, the work of the last round is used, which is a lower bound.
+default WHEN is the last round. WHEN may also be ``validation`` (the best round on validation data), ``mean`` (the mean
+over the evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which is used
+for claims about work, is the first evaluated round whose validation score reaches the value. If a model never reaches
+the value, the work of the last round is used, which is a lower bound.
 
-The function `unit` defines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
+The function `unit` determines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNSCALED_STATISTICS = ("variance", "jain")
 
 
 class Reference(NamedTuple):
-    """Reference that identifies a value: variant ("" stands for every variant), method, model and figure."""
+    """Reference that identifies a value by its variant ("" stands for every variant), method, model and figure."""
 
     variant: str
     method: str
@@ -66,7 +66,7 @@ class Reference(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Unit of a kind of value, and how values and differences are shown.
+    """Unit of a kind of value, which determines how values and differences are shown.
 
     Attributes:
         name: unit printed after a value.
@@ -83,7 +83,7 @@ class Unit(NamedTuple):
     ratio: bool = False
 
     def value(self, mean: float, spread: float | None = None) -> str:
-        """Render a mean, with its standard deviation if it is known: ``94.98 ± 0.20 %``."""
+        """Render a mean, with its standard deviation if this is known: ``94.98 ± 0.20 %``."""
         return self._resolve_name(self._format_value(mean, spread), self.name)
 
     def difference(self, mean: float, half: float | None = None) -> str:
@@ -122,7 +122,7 @@ PLAIN_UNIT = Unit()
 
 
 def unit(figure: str) -> Unit:
-    """Return the unit of a figure, given the name of the figure."""
+    """Return the unit of the figure with the given name."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
     if metric(base).scale == POINTS_UNIT.scale and statistic not in UNSCALED_STATISTICS:
@@ -135,7 +135,7 @@ def unit(figure: str) -> Unit:
 def _number(of: Unit, value: float, spread: float) -> str:
     """Render a number with two decimal places, or with one if the spread beside it is at least 1.
 
-    Numbers without a unit have four decimal places below 10, and five significant digits otherwise.
+    Numbers without a unit have four decimal places if they are below 10, otherwise five significant digits.
     """
     if not of.name:
         return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
@@ -225,7 +225,7 @@ def _best_round(run: Run, reference: Reference, seed: int) -> int:
 
 
 def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the rounds, the validation scores of a model with their sign set so that higher is better, and this sign.
+    """Return the rounds, a model's validation scores with their sign set so that higher is better, and this sign.
 
     Both arrays are empty if there are no validation scores.
     """

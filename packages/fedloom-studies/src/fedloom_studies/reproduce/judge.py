@@ -2,19 +2,19 @@
 
 A rival is one of the sides that the subject of the claim is compared with. For each rival, there is one number per
 seed: the difference in the claimed direction, averaged over variants and paired by seed (with the same seed, data,
-cohorts, initial model and batches are the same). The differences are tested by a t-test with Holm's correction over the
-rivals of the claim. If a claim is about each variant, such as every attack, a side counts as a different rival in each
+cohorts, initial model and batches are the same). The differences are tested by t-tests with Holm's correction over the
+claim's rivals. If a claim is about each variant (such as every attack), a side counts as a separate rival in each
 variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if at least one rival is
-clearly ahead. A large lead over one rival therefore cannot make up for another. A claim is tested after 5, 10 and 20
-seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks) whose
-result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about standard
-deviations over seeds are judged in the same way, with each value replaced by its distance from the median over seeds
-(Levene's test in the form of Brown and Forsythe). The comparisons with single rivals in single variants are tested
-separately, with Holm's correction over the whole recipe. If one of them clearly contradicts the claim, the claim holds
-only in part. Variances, work and traffic are compared by ratios, as in the claims of the papers. On this logarithmic
-scale, a single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its
-interim test and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the
-samples of the paper, with other seeds.
+clearly ahead. A large lead over one rival therefore cannot make up for a loss to another. A claim is tested after 5, 10
+and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these interim tests (looks)
+whose result is significant settles the claim. Claims of equivalence are tested by two one-sided tests. Claims about
+standard deviations over seeds are judged in the same way, with each value replaced by its distance from the median over
+seeds (Levene's test in the form of Brown and Forsythe). Comparisons with single rivals in single variants are tested
+separately, with Holm's correction over the entire recipe. If one of them clearly contradicts the claim, the claim holds
+only in part. Variances, work and traffic are compared by ratios, as in the papers' claims. On this logarithmic scale, a
+single extreme seed cannot dominate a mean. The interval of a difference uses the significance level of its interim test
+and of its step in Holm's procedure, so it is the interval that decides the test. Verdicts apply to the paper's samples,
+with other seeds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ClaimPair:
 
 @dataclass(frozen=True)
 class Rival:
-    """Side that the subject of a claim is compared with.
+    """Side with which the subject of a claim is compared.
 
     Attributes:
         name: name of the side. The name includes the variant only if variants differ or the claim refers to each
@@ -83,11 +83,11 @@ class Rival:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """A claim, with the tests against its rivals and its single comparisons.
+    """A claim, with tests against each rival, and its single comparisons.
 
     Attributes:
         claim: claim that the paper makes.
-        figure: figure that the claim is about.
+        figure: figure to which the claim refers.
         rivals: rivals that were run at least once.
         comparisons: all single comparisons, one for each side and variant.
         planned: number of comparisons that the recipe plans.
@@ -103,7 +103,7 @@ class JudgedClaim:
 
     @property
     def reason(self) -> Untested | None:
-        """Reason why the claim was not tested. None if it is tested."""
+        """Reason why the claim was not tested. None if the claim is tested."""
         return None if self.measured else Untested.LOST if self.lost else Untested.NOT_RUN
 
     @property
@@ -126,9 +126,9 @@ class JudgedClaim:
 
     @property
     def least(self) -> Rival:
-        """Rival that comes closest to contradicting the claim.
+        """The rival that comes closest to contradicting the claim.
 
-        This rival has the smallest difference or, in a claim of equivalence, the largest.
+        This rival has the smallest difference or, if equivalence is claimed, the largest.
 
         If the claim does not hold, it is a rival that clearly contradicts it.
         """
@@ -150,7 +150,7 @@ class JudgedClaim:
 
     @property
     def count(self) -> str:
-        """Text with the numbers of comparisons as claimed, clearly for and against the claim, and without a result."""
+        """Text that states how many comparisons hold as claimed, are clearly for and against it, and have no result."""
         rest = self.planned - len(self.measured) - self.lost
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f", {clear[0]} clearly so and {clear[1]} clearly against it"
@@ -210,7 +210,7 @@ def _single(look: Look, clear: bool) -> Look:
 def _rivals(
     recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
-    """Test a claim against its rivals at the first interim test that settles it, or else at the last one."""
+    """Test a claim against its rivals at the first interim look that settles it, otherwise at the last look."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
     for (left, right), lead in pairs_of_claim:
         if lead:
@@ -250,7 +250,7 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def compare_references(
     recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None], *, log: bool = False
 ) -> Look:
-    """Compare two references seed by seed, by their paired difference or the logarithm of their ratio."""
+    """Compare two references seed by seed, either by their paired difference or by the logarithm of their ratio."""
     a, b = finite(left), finite(right)
     subtract = log_ratio if log else float.__sub__
     lead = {seed: subtract(float(a[seed]), float(b[seed])) for seed in a.keys() & b.keys()}
@@ -276,7 +276,7 @@ def judge_at_validation(recipe: Recipe, verdict: JudgedClaim, numbers: Numbers) 
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:
-    """Return True if a difference has the claimed direction, whether or not it is significant."""
+    """Return True if a difference has the claimed direction, even if it is not significant."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -EQUAL_MEANS_TOLERANCE if claim.construction else difference > -claim.margin
@@ -316,7 +316,7 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
 
 
 def _is_lost(side: Side, numbers: Numbers) -> bool:
-    """Return True if a side was run but has no value for any seed."""
+    """Return True if a side was run, but has no value for any seed."""
     by_seed = numbers.get(side.variant, {}).get(str(side)) if isinstance(side, Reference) else None
     return by_seed is not None and not finite(by_seed)
 

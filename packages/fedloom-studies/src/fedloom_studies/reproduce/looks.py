@@ -17,7 +17,7 @@ LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
 """Numbers of seeds after which a claim is tested, and two-sided significance levels of these interim tests (looks).
 With fewer seeds, no claims are tested."""
 DETECTION_PROBABILITY = 0.8
-"""Probability with which a difference of the detectable size would be found significant. It is the usual power of a
+"""Probability with which a difference of the detectable size would be found significant. This is the usual power of a
 study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
 """Rounding error that is allowed between means that should be equal."""
@@ -26,7 +26,7 @@ EQUAL_MEANS_TOLERANCE = 1e-9
 class ClaimVerdict(StrEnum):
     """Possible verdicts on a claim of a paper.
 
-    For a claim that is not tested, a member of `Untested` states the reason.
+    If a claim is not tested, a member of `Untested` states the reason.
     """
 
     HOLDS = "holds"
@@ -40,15 +40,15 @@ HOLDS, PARTLY, FAILS, UNDECIDED, UNTESTED = ClaimVerdict
 
 
 class Untested(StrEnum):
-    """Reasons why a claim is not tested.
+    """Reasons why a claim was not tested.
 
     Attributes:
-        UNASKED: no recipe tests the claim.
+        UNASKED: no recipe contains a test of the claim.
         NOT_RUN: the current version of the recipe has not been run.
         LOST: every run of a required method diverged or failed.
-        REGIME: the run is not comparable to that of the paper, as values that both report show.
-        STAND_IN: the recipe replaces the paper's data, features or network by others. The verdicts on it are on its own
-            page.
+        REGIME: the run is not comparable to that of the paper, as shown by values that both report.
+        STAND_IN: the recipe uses other data, features or networks than the paper. The verdicts on it are shown on its
+            own page.
         GPU: the run is so much smaller than that of the paper that more seeds would not help.
     """
 
@@ -69,8 +69,8 @@ class Look:
     Attributes:
         n: number of seeds in the test.
         difference: mean difference over the seeds.
-        level: significance level that decides the test. This level is that of the interim look or, with several rivals,
-            that of the step in Holm's procedure. NaN if no test was made.
+        level: significance level at which the test is decided. This level is that of the interim look or, with several
+            rivals, that of the step in Holm's procedure. NaN if no test was made.
         error: standard error of ``difference``. NaN if no test was made.
         p: two-sided p-value of either the claim or its opposite, whichever is closer.
         verdict: "holds", "does not hold" or "undecided", at the level of the interim look.

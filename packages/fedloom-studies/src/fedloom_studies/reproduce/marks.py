@@ -1,6 +1,6 @@
-"""Marks for verdicts. Each has its own shape and color, and always stands next to a word.
+"""Marks for verdicts. Each mark has its own shape and color, and always stands next to a word.
 
-The module also states how many claims have each verdict.
+The module also counts how many claims have each verdict.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def count_claims(count: int, word: str) -> str:
 
 
 def join_counts(phrases: Sequence[str]) -> str:
-    """Join phrases with commas, with "and" before the last one.
+    """Join phrases with commas, but the last two with "and".
 
     >>> join_counts(["5 hold", "1 is undecided"]), join_counts(["5 hold", "1 is undecided", "2 do not hold"])
     ('5 hold and 1 is undecided', '5 hold, 1 is undecided, and 2 do not hold')
@@ -85,12 +85,12 @@ class ClaimCell(NamedTuple):
 
     @property
     def is_asked(self) -> bool:
-        """True if some recipe tests the claim, or will test it."""
+        """True if a recipe tests the claim, or will test it."""
         return self.reason != Untested.UNASKED
 
 
 def show_mark(cell: ClaimCell) -> str:
-    """Render a cell with its mark, word and number, as a link to the page of the recipe."""
+    """Render a cell with its mark, word and number, as a link to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({PAPERS_FOLDER}/{cell.recipe}.md)" if cell.recipe else text
     return f"![]({PAPERS_FOLDER}/{mark_name(cell.verdict)}.svg) {linked}"
@@ -117,7 +117,7 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
 
 
 def counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Return sentences with the number of claims that are covered, and the number with each verdict."""
+    """Return sentences with the number of claims that are covered, and with the number for each verdict."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
         words = [cell.word for cell in side if cell.is_asked]

@@ -30,7 +30,7 @@ MODE_TEXTS = {
 }
 
 EMPTY_CELL = "-"
-"""Text that stands for an empty cell of a table."""
+"""Text shown in an empty cell of a table."""
 
 
 def _describe_mode(paper: Paper) -> str:
@@ -92,7 +92,7 @@ def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if `plot` would return a figure. This check is fast, while drawing the figure is slow."""
+    """Return True if `plot` would return a figure. This check is fast, whereas drawing the figure is slow."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
@@ -103,7 +103,7 @@ def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
 
 
 def recipe_page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None, regime: str = "") -> str:
-    """Render the page about a recipe as Markdown.
+    """Render the page about a recipe in Markdown.
 
     ``regime`` is a sentence about a recipe whose run is not comparable to the paper's.
     """
@@ -273,7 +273,7 @@ def _claims(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Moved, *, 
 
 
 def closest_difference(verdict: judge.JudgedClaim) -> str:
-    """Render the difference from the rival that comes closest to contradicting the claim, with the claim's margin."""
+    """Render the difference from the rival that comes closest to contradicting the claim, and the claim's margin."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
@@ -320,7 +320,7 @@ def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
 
 
 def _mean(by_seed: Mapping[str, float | None]) -> float:
-    """Return the mean over the seeds that have a result, or NaN if there is none."""
+    """Return the mean over the seeds that have a result, or NaN if no seed has one."""
     measured = [value for value in by_seed.values() if value is not None]
     return sum(measured) / len(measured) if measured else math.nan
 

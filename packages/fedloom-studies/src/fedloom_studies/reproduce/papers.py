@@ -1,4 +1,4 @@
-"""Page about all papers, with a row for each paper and its headline claims as published and in a fair test.
+"""Page about all papers, in which each paper has a row with its headline claims, as published and in a fair test.
 
 The file ``papers.toml`` lists the headline claims. For each of them, it contains the first words of the corresponding
 claim in the recipes, and the recipes that judge it. The module `reasons` inserts measured numbers into the papers'
@@ -112,13 +112,13 @@ Summaries = Mapping[str, RecipeSummary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
-    """Return the papers in the order of the page."""
+    """Return the papers in the order in which the page lists them."""
     document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(Sheet(**one) for one in document["paper"])
 
 
 def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes without those for tables of other programs, which have a page of their own."""
+    """Return the recipes, without those for tables of other programs, which have their own page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
@@ -281,7 +281,7 @@ def _cell(
     The verdict comes from a recipe that is up to date and complete, at full length if possible. Among several, the
     least favorable verdict is used.
 
-    A recipe whose run is not comparable to the paper's gives no verdict, and the verdict of a stand-in appears only on
+    A recipe whose run is not comparable to the paper's yields no verdict, and the verdict of a stand-in appears only on
     its own page.
     """
     if not names:
@@ -313,7 +313,7 @@ def _cell(
 
 
 def _number(one: judge.JudgedClaim) -> str:
-    """Render the difference from the closest rival, or if this rival is a number, the subject's own value."""
+    """Render the difference from the closest rival or, if this rival is a number, the subject's own value."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
@@ -339,7 +339,7 @@ def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.Jud
 
 
 def _choose_most_telling(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
-    """Render the most telling number of a paper, from the fair test if possible, or else as published."""
+    """Render a paper's most telling number, from the fair test if possible, otherwise as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
@@ -375,7 +375,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
 
 
 def _corrections(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
-    """Yield a table of verdicts that were published on the page and then changed, with the reasons."""
+    """Yield a table of published verdicts that were later changed, with the reasons."""
     yield from (
         "## Corrected",
         "",

@@ -1,9 +1,9 @@
-"""Sentences about the reasons for verdicts, into which measured numbers are inserted.
+"""Sentences about the reasons for verdicts, in which measured numbers are inserted.
 
 The sentences may contain three kinds of placeholders: ``{A - B}`` for the measured difference between two references
 ``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]``, expressed in words, ``{A}`` for the mean of one reference, and
 ``{RECIPE}`` for a link to a recipe. A sentence is left out if the current version of its recipe has no result. A
-sentence raises an error if its difference is not significant.
+sentence whose difference is not significant raises an error.
 """
 
 from __future__ import annotations

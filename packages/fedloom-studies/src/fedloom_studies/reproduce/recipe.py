@@ -2,14 +2,14 @@
 
 A recipe is an experiment file with these additional keys and tables:
 
-- ``base = "NAME"``: another recipe that this one is based on. Tables are merged key by key. A table with a different
-  ``kind`` or ``source`` replaces the table of the base, and values that are not tables always replace those of the
-  base. Columns and cells are replaced as a whole, and new columns also remove the previous cells. ``[scale.laptop]``,
+- ``base = "NAME"``: another recipe on which this one is based. Tables are merged key by key. A table whose ``kind`` or
+  ``source`` differs replaces that of the base, and values that are not tables always replace those of the base. Columns
+  and cells are replaced as a whole, and new columns also remove the previous cells. ``[scale.laptop]``,
   ``nearest`` and ``rivals`` are not inherited.
 - ``[paper]``: source of the printed numbers, and the claims (see `Paper`).
 - ``[variant.NAME]``: changes to the experiment. Each variant has its own run directory. ``options.LABEL`` changes a
   single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants
-  that it lists, and removes the others of the base.
+  in the list, and removes the base's other variants.
 - ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after the changes of a variant.
   ``variants`` and ``methods`` restrict the run to those in these lists, ``options.LABEL`` changes a single method,
   ``budget`` is a limit in core-minutes, and `SENTENCE_KEY` is a sentence for the page.
@@ -39,7 +39,7 @@ from fedloom.values import Value, choose, make
 Scale = Literal["smoke", "laptop", "full"]
 RECIPE_SCALES: tuple[Scale, ...] = get_args(Scale)
 SENTENCE_KEY = "says"
-"""Key of a scale whose value is a sentence on how the scale differs from the protocol."""
+"""Key of a scale under which a sentence states how the scale differs from the protocol."""
 SINGLE_VARIANT = "all"
 """Name of the only variant of a recipe that declares no variants."""
 SMOKE_CHOICES = {
@@ -124,7 +124,7 @@ class Claim(Value):
 
 
 class Unknown(Value):
-    """Detail that a protocol does not state, with the value that was chosen and the reason for it."""
+    """Detail that a protocol leaves open, with the value that was chosen and the reason for this choice."""
 
     what: str
     choice: str
@@ -202,7 +202,7 @@ class Paper(Value):
     def kind(self) -> str:
         """Word that describes the recipe: either its mode or *stand-in*.
 
-        A stand-in is never called *published*, and settles claims only about itself.
+        A stand-in is never called *published*, and settles only claims about itself.
         """
         if not self.stand_in:
             return self.mode
@@ -238,7 +238,7 @@ class Recipe:
     def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
         """Return True if the runs at a scale follow the paper's protocol.
 
-        The scale may have other seeds, and fewer variants or methods.
+        The scale may have different seeds, and fewer variants or methods.
 
         Args:
             scale: scale at which the recipe was run.
@@ -260,7 +260,7 @@ class Recipe:
         return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
     def seeds(self, count: int) -> list[int]:
-        """Return at least ``count`` seeds: those of the recipe, followed by the smallest unused numbers."""
+        """Return at least ``count`` seeds: those of the recipe, and then the smallest unused numbers."""
         seeds_of_recipe = list(self.document["seeds"])
         return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
             : max(count, len(seeds_of_recipe))
@@ -356,7 +356,7 @@ def recipe(name: str) -> Recipe:
     """Return the recipe with a given name.
 
     Raises:
-        ConfigError: no recipe has this name. The message suggests the most similar name.
+        ConfigError: no recipe has this name. The message suggests the name that is most similar.
     """
     return choose("recipe", recipes(), name)
 

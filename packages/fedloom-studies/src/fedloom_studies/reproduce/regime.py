@@ -30,14 +30,14 @@ In runs on a clearly different problem, such as CIFAR-10 with a small network, t
 
 @dataclass(frozen=True)
 class Anchor:
-    """Our value of a method compared with the value that the paper prints.
+    """Our value for a method, compared with the value that the paper prints.
 
     Attributes:
         title: title of the column in the paper's table.
-        variant: row of the paper's table.
+        variant: row in the paper's table.
         gap: our value minus the paper's value.
         recipe: recipe that contains both values.
-        figure: name of the figure that is compared.
+        figure: name of the figure on which the comparison is based.
     """
 
     title: str
@@ -48,14 +48,14 @@ class Anchor:
 
     @property
     def words(self) -> str:
-        """Text that states the column and the difference."""
+        """Text that names the column and states the difference."""
         return f"{self.title} {unit(self.figure).lead(self.gap)}"
 
 
 def anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> list[Anchor]:
-    """Return the anchor that is farthest from the paper's value in each column, or [] if no anchor was run or printed.
+    """Return each column's anchor that is farthest from the paper's value, or [] if no anchor was run or printed.
 
     Args:
         references: references that serve as anchors, in the form used for the columns of the recipe.

@@ -1,4 +1,6 @@
-"""Summaries of recipes that were run. Each recipe has one record per scale, which is stored together with the code.
+"""Summaries of recipes that were run.
+
+Each recipe has one record for each scale, which is stored together with the code.
 
 All verdicts are derived from these records.
 """
@@ -29,19 +31,19 @@ from fedloom_studies.reproduce.recipe import Recipe, Scale, recipes
 from fedloom_studies.store import lock_folder, not_a_record, put, read_document, records
 
 SUMMARIES_FILE = "papers.jsonl"
-"""File that contains the summaries."""
+"""File in which the summaries are stored."""
 SPENT_FILE = "spent.json"
 WRITE_INTERVAL_SECONDS = 5.0
-"""Minimum processor time in seconds between two updates of ``spent.json``."""
+"""Minimum processor time, in seconds, between two updates of ``spent.json``."""
 SIGNIFICANT_DIGITS = 7
 """Number of significant digits kept in summaries."""
 ESTIMATES_FILE = "estimates.json"
-"""File with what is needed to run recipes that have neither a summary nor a laptop scale. The file is in the same
+"""File that states what recipes need that have neither a summary nor a laptop scale. The file is located in the same
 folder as the summaries."""
 
 
 class Need(NamedTuple):
-    """What a recipe needs at full scale: core-minutes, and data sets that are missing on this machine."""
+    """What a recipe needs at full scale: core-minutes, and which data sets are missing on this machine."""
 
     minutes: float
     missing: list[str]
@@ -55,12 +57,12 @@ class RecipeSummary:
         protocol: digest of the recipe that was run, from `Recipe.protocol`.
         says: sentence that states how the run differs from the paper's protocol.
         numbers: values, keyed by variant, reference and seed. A value is None if its run has no result.
-        minutes: processor time of runs, trials and evaluation so far, in core-minutes.
-        complete: True if all variants, methods and seeds have been run.
+        minutes: processor time that runs, trials and evaluation have used so far, in core-minutes.
+        complete: True if all variants, methods and seeds were run.
         choices: chosen settings, keyed by variant and method, with the scores of all candidates.
         failures: sentences about runs that diverged or failed.
-        commit: commit of the code, followed by "-dirty" if the code contained uncommitted changes. The commit is empty
-            if it is unknown.
+        commit: commit of the code, followed by "-dirty" if the code contained uncommitted changes. If the commit is
+            unknown, it is empty.
         samples: number of samples in every data set of the run, keyed by source. In summaries of earlier versions, the
             mapping is empty.
     """
@@ -205,7 +207,7 @@ def needs(folder: Path) -> dict[str, Need]:
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
-    """Return all values of a run that a summary keeps, keyed by reference and seed."""
+    """Return all values of a run that are kept in a summary, keyed by reference and seed."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
@@ -217,7 +219,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references that a summary keeps: those of columns and claims, also at the chosen round, and costs."""
+    """Return the references kept in a summary: those of columns and claims, also at the chosen round, and costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -238,10 +240,10 @@ def wanted_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
 
 @contextmanager
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
-    """Measure the processor time of the block, and add it to the file ``spent.json`` in the folder of a recipe.
+    """Measure the processor time of the block, and add it to the file ``spent.json`` in a recipe's folder.
 
-    The block receives a function that updates the file. The function should be called now and then, so that little is
-    lost if the process is killed.
+    The block receives a function that updates the file. Call this function now and then, so that little is lost if the
+    process is killed.
     """
     last_written = _processor()
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
 from fedloom.formats import as_pandas
+from fedloom.hints import nearest, unknown
 from fedloom.rundir import place_of
 from fedloom.storage.files import write_atomic
 from fedloom.values import dump, kind_of, make, make_kind
@@ -189,7 +191,11 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
     table = {"kind": analysis, **options} if isinstance(analysis, str) else {**analysis, **options}
     if "kind" not in table:
         raise ConfigError(f"{where}{where and ': '}kind is missing. Allowed: {', '.join(ANALYSES)}")
-    value: Analysis = make_kind("analysis", ANALYSES, table, where or str(table["kind"]), base=Analysis)
+    kind = str(table["kind"])
+    if ":" not in kind and kind not in ANALYSES and find_spec("fedloom_clinic") is None:
+        cure = f"{nearest(kind, ANALYSES)}. More analyses come with the package fedloom-clinic"
+        raise unknown("analysis kind", kind, ANALYSES, where, cure)
+    value: Analysis = make_kind("analysis", ANALYSES, table, where or kind, base=Analysis)
     return value
 
 

@@ -75,6 +75,11 @@ class Federation:
             )
         if disguised := direction_in(self.data.name, *self.names):
             raise DataError(f"clients: {disguised}")
+        if absent := [part for part in DATA_PARTS if part not in self.parts]:
+            raise DataError(
+                f"parts lacks {' and '.join(map(repr, absent))}. Give every part a Split. A part without samples is "
+                f"Split(torch.zeros(0, dtype=torch.long), torch.zeros({self.n + 1}, dtype=torch.long))"
+            )
         for part in DATA_PARTS:
             index, offsets = self.parts[part]
             steps = offsets.diff()

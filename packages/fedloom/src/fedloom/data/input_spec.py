@@ -16,11 +16,11 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partitions.changes import prepared
 from fedloom.data.partitions.deal import Dealt
 from fedloom.data.partitions.parts import cut_parts
-from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers
+from fedloom.data.pixels import came_as_bytes, came_as_integers, refuse_other_numbers, span_of
 from fedloom.data.sources.table.frames import is_frame
 from fedloom.data.subjects.cut import Quota
 from fedloom.data.survey.agreement import Agreement
-from fedloom.data.tables import Table, TableColumn
+from fedloom.data.tables import MAX_RANGE_WIDTHS, NOTED_ROW_SHARE, Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN_TOKEN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.seeds import numpy_generator
@@ -30,6 +30,9 @@ COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts about samples that must be the same on a server and at its sites."""
 NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for users whose samples are not in a table."""
+SMALL_SPAN_SHARE = 0.01
+"""Share of the training range below which the range of new samples shows that they are in another unit. Bytes and
+numbers from 0 to 1 differ by a factor of 255."""
 
 
 def compared(data: InputSpec | Dataset) -> dict[str, Any]:
@@ -63,6 +66,9 @@ class InputSpec(Value):
         None, description="numbers subtracted from samples: one per channel, or one for all channels"
     )
     std: tuple[float, ...] | None = Field(None, description="divisors for samples, applied after the subtraction")
+    span: tuple[float, float] | None = Field(
+        None, description="smallest and largest value of samples that are floats. None: unknown, or other samples"
+    )
     table: Table | None = Field(None, description="table columns from which the features are computed")
     vocabulary: tuple[str, ...] = Field((), description="tokens that make up the vocabulary")
     each: bool = Field(False, description="whether every position in a sequence has a label")
@@ -85,6 +91,7 @@ class InputSpec(Value):
             unit=data.unit,
             pixels=came_as_bytes(data),
             integers=came_as_integers(data),
+            span=span_of(data),
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
@@ -233,6 +240,31 @@ class InputSpec(Value):
             )
         refuse_other_numbers(x, name, self.pixels, original_dtype, integers=self.integers)
         return x
+
+    def find_far_share(self, x: Tensor) -> float:
+        """Return the share of samples ``[N, *shape]`` whose values are far outside the range of the training samples.
+
+        A value is far outside if it exceeds the range by more than half its width. The share is 1 if the values of all
+        samples together cover less than `SMALL_SPAN_SHARE` of the range, but differ, as numbers from 0 to 1 do for a
+        model of numbers from 0 to 255. It is 0 if the range is unknown.
+        """
+        if self.span is None or not len(x):
+            return 0.0
+        (low, high), values = self.span, x.flatten(1).double()
+        reach, least, most = MAX_RANGE_WIDTHS * (high - low), values.amin(1), values.amax(1)
+        if 0 < float(most.max() - least.min()) < SMALL_SPAN_SHARE * (high - low):
+            return 1.0
+        return float(((least < low - reach) | (most > high + reach)).double().mean())
+
+    def note_far(self, x: Tensor) -> list[str]:
+        """Return a sentence if at least `NOTED_ROW_SHARE` of the samples are far away (see `find_far_share`)."""
+        if self.span is None or (share := self.find_far_share(x)) < NOTED_ROW_SHARE:
+            return []
+        return [
+            f"samples: values are from {float(x.min()):.4g} to {float(x.max()):.4g}, but those of the training data "
+            f"were from {self.span[0]:.4g} to {self.span[1]:.4g} ({share:.0%} of the samples are affected). Scale the "
+            "samples as for training"
+        ]
 
     def _targets(self, data: Dataset) -> Tensor:
         if data.task != self.task and not (data.classed and self.classed):

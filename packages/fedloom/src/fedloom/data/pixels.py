@@ -30,6 +30,13 @@ def came_as_integers(data: Dataset) -> bool | None:
     return not _dtype_name(data.x, data.original_dtype).startswith(FLOAT_TYPE_PREFIXES)
 
 
+def span_of(data: Dataset) -> tuple[float, float] | None:
+    """Return the smallest and the largest value of samples that are floats, or None for tables, bytes and tokens."""
+    if data.prepare is not None or data.fitted is not None or data.vocabulary or came_as_bytes(data) or not len(data):
+        return None
+    return float(data.x.min()), float(data.x.max())
+
+
 def refuse_other_numbers(
     x: Tensor, name: str, pixels: bool, original_dtype: str = "", integers: bool | None = None
 ) -> None:

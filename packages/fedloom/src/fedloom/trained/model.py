@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +22,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import client_column_of
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import unapplied
+from fedloom.data.tables import FAR_ROW_SHARE
 from fedloom.errors import ConfigError, DataError, LayoutError
 from fedloom.local.oracles.forward import evaluated_together
 from fedloom.models import ModelSpec, spec_of
@@ -182,7 +184,13 @@ class Model:
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
         if new.sites is None and not isinstance(rows, Dataset) and (problems := unapplied(factors, users, None)):
             raise DataError(f"rows: {problems[0]}. Rename that column if it contains converted numbers")
-        return new.x
+        return self._warned(new.x)
+
+    def _warned(self, x: Tensor) -> Tensor:
+        """Return raw samples unchanged, and warn if most values of a column, or most samples, are far outside."""
+        for sentence in self.strange(x) if self.find_far(x) else ():
+            warnings.warn(sentence, stacklevel=4)
+        return x
 
     @default_to_cpu()
     @torch.no_grad()
@@ -212,7 +220,7 @@ class Model:
         """
         facts = self.recipe.facts
         data = facts.labelled(data)
-        return score_outputs(self.recipe, self.outputs(facts.raw(data)), data)
+        return score_outputs(self.recipe, self.outputs(self._warned(facts.raw(data))), data)
 
     @default_to_cpu()
     def rescaled(self, data: Dataset) -> Model:
@@ -229,14 +237,24 @@ class Model:
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
     def strange(self, x: Tensor) -> list[str]:
-        """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`)."""
+        """Return sentences about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
+
+        For other samples, the sentence is that of `InputSpec.note_far`.
+        """
         table = self.recipe.facts.table
-        return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
+        if table is None:
+            return self.recipe.facts.note_far(x)
+        return [] if self.fitted is None else table.strange(x, self.fitted)
 
     def find_far(self, x: Tensor) -> list[str]:
-        """Return the columns ``[N, p]`` whose values are far outside the training data (see `Table.find_far`)."""
+        """Return the columns ``[N, p]`` whose values are far outside the training data (see `Table.find_far`).
+
+        For other samples, the name is "samples".
+        """
         table = self.recipe.facts.table
-        return [] if table is None or self.fitted is None else table.find_far(x, self.fitted)
+        if table is None:
+            return ["samples"] * (self.recipe.facts.find_far_share(x) > FAR_ROW_SHARE)
+        return [] if self.fitted is None else table.find_far(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str, client: int = 0) -> dict[str, float]:
         """Compute the metrics on one part of a client's samples. If the part has no samples, return {}."""

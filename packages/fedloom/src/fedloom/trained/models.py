@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -241,7 +242,10 @@ class Models:
         """
         data, side = self.recipe.facts.labelled(data), self._source.server()
         side = side._replace(local=_changed(side.local, epochs, steps, lr))
-        fed = lone_client(self.recipe.facts.take(data), holdout, side.seed)
+        new = self.recipe.facts.take(data)
+        for sentence in self.recipe.facts.note_far(new.x):
+            warnings.warn(sentence, stacklevel=2)
+        fed = lone_client(new, holdout, side.seed)
         row, oracle = adapt_model(side, self.recipe, fed, rounds)
         oracle.set_statistics(row, torch.tensor([0]))
         statistics = [s.flatten() for s in running_statistics(oracle.module)]

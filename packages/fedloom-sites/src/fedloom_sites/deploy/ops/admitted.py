@@ -33,7 +33,7 @@ def key_file(server: Path, name: str) -> Path:
 
 
 def is_revoked(server: Path, name: str) -> bool:
-    """Return True if a site has no key that can be admitted, because its key was revoked.
+    """Return True if a site's key was revoked and the site has no other key that can be admitted.
 
     Args:
         server: folder of the server.
@@ -46,7 +46,7 @@ def is_revoked(server: Path, name: str) -> bool:
 def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     """Revoke the key of a site at Flower's running server, and return the number of the site's node.
 
-    This is the key that the site uses for its connection.
+    The site uses this key for its connection.
 
     Args:
         folder: folder of the deployment or of its server.
@@ -54,9 +54,9 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
         programs: folder of Flower's programs.
 
     Raises:
-        ConfigError: the site does not exist, the server never admitted its key, or the server's database cannot be
+        ConfigError: the site does not exist, the server has never admitted its key, or the server's database cannot be
             read.
-        ProcessError: the key was revoked before, Flower reports an error, or Flower does not answer.
+        ProcessError: the key was revoked earlier, Flower reports an error, or Flower does not answer.
     """
     file = server_file(folder)
     database, home = _running(file)

@@ -88,7 +88,7 @@ def _write(
     folder: Path, what: str, shared: dict[str, Any], members: Sequence[Member], changed: Member | None = None,
     secrets: Files | None = None,
 ) -> Change:  # fmt: skip
-    """Write the folders of an amendment: for the server, for every site's approval, and for a site with new keys."""
+    """Write the folders of an amendment: for the server, for each site's approval, and for a site with new keys."""
     file = server_file(folder)
     server, out = read_server(file), folder / "changes" / what
     check_idle(server)

@@ -21,17 +21,17 @@ def analysis_states(
     Args:
         document: the experiment file's contents.
         checkpoints: folder of the server's checkpoints.
-        log: lines of the audit log, which an earlier version may have written.
+        log: lines of the audit log, which may have been written by an earlier version.
 
     Returns:
-        For each analysis its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
+        For each analysis: its ``name``, its ``state`` ("waits", "begun", "none" or "done"), the number of ``sums`` so
         far, the ``reason``, and at the end the number of ``rows``.
     """
     return [_state(name, checkpoints, log) for name in _names(document)]
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the analyses that are computed, or may be computed, by sums."""
+    """Yield the names of the analyses that are, or may be, computed from sums."""
     for table in move_analyses(document).get("analysis", ()):
         name = str(table.get("kind", ""))
         try:
@@ -58,7 +58,7 @@ def _state(name: str, checkpoints: Path, log: Sequence[Mapping[str, Any]]) -> di
 def _is_end(line: Mapping[str, Any], name: str) -> bool:
     """Return True if a line of the log reports the end of an analysis.
 
-    In logs of earlier versions, the line contains the name of a regression.
+    In logs of earlier versions, this line contains the name of a regression.
     """
     what = str(line.get("what"))
     if what in ("analysis", "no result"):
@@ -67,7 +67,7 @@ def _is_end(line: Mapping[str, Any], name: str) -> bool:
 
 
 def describe_analysis(state: Mapping[str, Any]) -> str:
-    """Describe the state of an analysis in words."""
+    """Describe in words the state of an analysis."""
     if state["state"] == "done":
         return f"done, {state['rows']} rows, {state['sums']} sums"
     if state["state"] == "none":

@@ -50,7 +50,7 @@ COMPARED_PACKAGES = (
     *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
 )
-"""Packages whose version `check_site` compares."""
+"""Packages whose versions `check_site` compares."""
 MAX_CLOCK_LEAD, MAX_CLOCK_LAG = timedelta(seconds=5), timedelta(seconds=300)
 """Maximum difference between a site's clock and the server's, because signatures of connections contain the time."""
 NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
@@ -60,7 +60,7 @@ CERTIFICATE_HINTS = {
     62: NEW_NAME,
     64: NEW_NAME,
 }
-"""Advice about a certificate from the right authority, keyed by OpenSSL's error number."""
+"""Advice about a certificate from the correct authority, keyed by OpenSSL's error number."""
 
 
 class Finding(NamedTuple):
@@ -83,7 +83,7 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
 
     Args:
         site: the site's settings.
-        offline: True to skip the connection to the server.
+        offline: True to omit the connection to the server.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _memory, _keys, _authority, _disk, _port)
     findings: set[Finding] = set()

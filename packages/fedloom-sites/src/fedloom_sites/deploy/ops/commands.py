@@ -21,7 +21,7 @@ from fedloom.values import Value
 from fedloom_sites.deploy.ops.processes import ProcessError
 
 ANSWER_SECONDS = 90.0
-"""Time in seconds that the server, or a command to it, may take to answer."""
+"""Time, in seconds, that the server, or a command to it, may take to answer."""
 OPS_FOLDER = files("fedloom_sites.deploy") / "ops"
 PROGRAMS_FOLDER = Path(sys.executable).parent
 """Folder with the programs of this Python environment."""
@@ -36,8 +36,8 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS_FOLDER
     """Return a command line from `ops/commands.toml` as a list of words.
 
     Args:
-        name: name of the command.
-        of: settings of the server or of a site. Their fields fill in placeholders.
+        name: the command's name.
+        of: settings of either the server or a site. Their fields replace the placeholders.
         programs: folder of Flower's programs.
         values: values of the other placeholders. ``file`` is the absolute path of the TOML file that the app reads.
 
@@ -59,7 +59,7 @@ def environment(home: Path, programs: Path = PROGRAMS_FOLDER, threads: int | Non
     Args:
         home: folder in which the process unpacks the app and (for the command line) finds the connection settings.
         programs: folder of Flower's programs.
-        threads: number of threads of numerical libraries. None for the default of the libraries.
+        threads: number of threads of numerical libraries. None for the libraries' own default.
     """
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}

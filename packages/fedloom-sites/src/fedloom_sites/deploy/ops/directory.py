@@ -1,4 +1,4 @@
-"""The complete directory of a deployment, with a folder for the server and a folder for every site.
+"""The complete directory of a deployment, which contains a folder for the server and one for every site.
 
 Units, reverse proxy, app and instructions are filled-in templates from `ops/`.
 """
@@ -35,7 +35,7 @@ from fedloom_sites.deploy.settings import Member, Secure, Server, Site
 
 APP_FOLDER = "app"
 CLI_FOLDER = "cli"
-"""Folder of Flower's command line on the server, which the administrator uses."""
+"""Folder of Flower's command line on the server, for use by the administrator."""
 LOCAL_FOLDER = "local"
 """Folder of a local trial on one machine, next to the server's and the sites' folders."""
 SECRET_FILES = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
@@ -68,7 +68,7 @@ Folder = Annotated[Path, AfterValidator(_plain)]
 
 
 class Location(Value):
-    """Location of a deployment on its machines."""
+    """Where a deployment is located on its machines."""
 
     host: str = Field(
         "localhost", pattern=r"^[A-Za-z0-9.:][A-Za-z0-9.:-]{0,252}$", description="host or address of the reverse proxy"
@@ -113,7 +113,7 @@ def write_directory(plan: DeploymentPlan, out: Path, place: Location) -> None:
     Raises:
         ConfigError: ``out`` already exists, ``out`` lies in a run directory or another deployment, or a value is
             invalid.
-        RunDirError: the folder cannot be created.
+        RunDirError: the folder could not be created.
     """
     check_output_folder(out)
     if out.exists() and any(out.iterdir()):
@@ -142,11 +142,11 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
 
     Args:
         folder: the directory.
-        host: name or address by which sites reach the server. None stands for the host in the deployment's server.toml.
+        host: name or address at which sites reach the server. None stands for the host in the deployment's server.toml.
         days: number of days for which the certificate is valid.
 
     Returns:
-        The path of the certificate, and True if an earlier call was killed (its files are removed).
+        The path of the certificate, and True if an earlier call was killed (in this case, its files are removed).
 
     Raises:
         ConfigError: the directory does not contain the authority, its key, or settings that name the host.
@@ -261,7 +261,7 @@ def compose(of: Server | Site, place: Location) -> str:
 def _project(place: Location, side: str) -> str:
     """Return the ``docker compose`` project name of the server or of a site.
 
-    By default, it would be only the name of the folder, which is ambiguous.
+    By default, it would be only the folder's name, which is ambiguous.
     """
     return re.sub(r"[^a-z0-9_-]", "-", f"{place.prefix}-{side}".lower())
 
@@ -273,7 +273,7 @@ def gate(server: Server, place: Location) -> str:
 
 
 def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
-    """Yield the name, folder and files of the authority, the server, every site, and the instructions."""
+    """Yield the name, folder and files of the authority, the server, each site, and the instructions."""
     ca = keys.authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
     members = tuple(
@@ -440,7 +440,7 @@ def write_side(folder: Path, side: str, contents: Mapping[str, str | bytes]) -> 
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """Write new files durably. Files with secrets are readable by their owner only.
+    """Write new files so that they survive a crash. Files that contain secrets can be read only by their owners.
 
     Raises:
         FileExistsError: a file already exists.

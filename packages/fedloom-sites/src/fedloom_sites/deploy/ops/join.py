@@ -1,6 +1,6 @@
 """Start of a site as a service.
 
-The current `site.toml` is read at each start, so the unit need not change if server or port change.
+The current `site.toml` is read at each start, so the unit can stay the same if the server or port changes.
 
 ``python -m fedloom_sites.deploy.ops.join SITE.TOML`` starts a process that becomes the site's network process.
 """

@@ -58,7 +58,7 @@ class Authority(NamedTuple):
         return cls(private, x509.load_pem_x509_certificate(certificate))
 
     def pem(self) -> bytes:
-        """Return the public certificate as PEM."""
+        """Return the public certificate in PEM format."""
         return self.certificate.public_bytes(Encoding.PEM)
 
     def private(self) -> bytes:
@@ -83,7 +83,7 @@ def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
 
 
 def authority(name: str, days: int, now: datetime | None = None) -> Authority:
-    """Create and return an authority that can only sign server certificates, valid for ``days`` days from ``now``."""
+    """Create and return an authority that can sign only server certificates, valid for ``days`` days from ``now``."""
     key = ec.generate_private_key(ec.SECP384R1())
     subject = _name(f"{name} authority")
     usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USES, False))

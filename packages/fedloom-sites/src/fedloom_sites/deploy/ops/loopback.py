@@ -38,8 +38,8 @@ class Loopback:
 
     Args:
         folder: directory that `fedloom deploy init` wrote.
-        processes: context manager in which server and sites are started. They end when the block is left.
-        port: port of the server. None for a free port.
+        processes: context manager in which the server and the sites are started. They end when the block is left.
+        port: the server's port. None stands for a free port.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or a file differs from the one that was agreed on.
@@ -77,7 +77,7 @@ class Loopback:
         """Start the server's two processes, and wait until the server answers.
 
         Raises:
-            ConfigError: the port is in use, or a file of the certificate is missing, damaged or belongs to a different
+            ConfigError: the port is in use, or a file of the certificate is missing, damaged or part of a different
                 certificate.
             ProcessError: the server has ended or does not answer.
         """
@@ -152,7 +152,7 @@ class Loopback:
             raise ProcessError(f"the run ended with status {status}; {cure}. The end of {stream.log}:\n{stream.tail()}")
 
     def status(self) -> str:
-        """Return the status of the last run, as worded by Flower."""
+        """Return the status of the last run, in Flower's words."""
         runs = self.ask("runs")["runs"]
         return str(runs[0]["status"]) if runs else "not started"
 
@@ -165,7 +165,7 @@ class Loopback:
         return ask(question, self.work / CLI_FOLDER, **values)
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the latest metrics of each site (see `site_table`)."""
+        """Return each site's latest metrics (see `site_table`)."""
         return site_table(self.server.results / "metrics.parquet", {m.client: m.site for m in self.server.sites})
 
     def _start(
@@ -173,7 +173,7 @@ class Loopback:
     ) -> Process:
         """Start and return a process of the server or of a site.
 
-        Its working directory is the folder of the server or of the site, as under systemd.
+        Its working directory is the folder of the server or the site, as under systemd.
         """
         variables = environment(self.work / (CLI_FOLDER if name == "run" else name), threads=threads)
         log = self.work / f"{name}.log"
@@ -227,7 +227,7 @@ def run_all(folder: Path, show: Print, port: int | None = None) -> Loopback:
     Args:
         folder: the directory.
         show: function that is called with every human-readable message.
-        port: port of the server. None for a free port.
+        port: the server's port. None stands for a free port.
 
     Raises:
         ConfigError: the folder is not a deployment's directory, or the port is in use.

@@ -1,8 +1,8 @@
-"""Sites that join or leave a deployment after it has started.
+"""Sites that join or leave a deployment after its start.
 
 A site that joins later needs a new agreement, whose fingerprint contains the digest of all members' keys. The new
 agreement starts from the model of the last round. A site keeps the previous agreement until it has approved the new one
-(`take`), and answers messages only under the agreement that it keeps. A server that adds sites without approval
+(`take`), and answers messages only under the agreement that it keeps. If a server adds sites without approval, it
 therefore receives only refusals.
 """
 
@@ -43,7 +43,7 @@ FIXED_FIELDS = (
     *("name", "version", "samples", "fixed_data", "models_per_round", "models_in_run", "code", "installed"),
     "data_name",
 )
-"""Fields of an agreement that a new member does not change."""
+"""Fields of an agreement that stay the same when a member joins."""
 KEY_FILES = ("node-key", "node-key.pub", "signing-key")
 """Files of a site's keys in the folder of an amendment."""
 
@@ -70,7 +70,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     Args:
         folder: folder of the deployment or of its server. Only its new subfolder ``changes/NAME`` is written to.
         name: name of the new site.
-        place: where the new site's files are located. Its host is the host of the server.
+        place: where the new site's files are located. Its host is that of the server.
 
     Raises:
         ConfigError: the site or the change already exists, the sites share the data of one partition, or the run has no
@@ -159,7 +159,7 @@ class Proposal(NamedTuple):
 
     Attributes:
         site: settings of the site under the new agreement.
-        new: members that are new to the site.
+        new: members that the site does not yet know.
         files: contents of the files that accompany the agreement, keyed by name.
     """
 
@@ -228,7 +228,7 @@ def proposed(folder: Path, change: Path) -> Proposal:
 
 
 def take(folder: Path, change: Path, digest: str) -> Site:
-    """Approve a new agreement at a site, and return the new settings of the site.
+    """Approve a new agreement at a site, and return the site's new settings.
 
     The site then answers only messages under this agreement.
 
@@ -290,7 +290,7 @@ def check_idle(server: Server) -> None:
     """Raise an error if a run is in progress, or if shares were requested for a masked sum that is still open.
 
     Raises:
-        RunDirError: a run or such a sum is in progress.
+        RunDirError: a run is in progress, or a masked sum whose shares were requested is still open.
     """
     try:
         with lock(server.checkpoints, wait=0):
@@ -319,7 +319,7 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
     Args:
         site: the site's settings.
         new: its settings under the new agreement.
-        members: sites of the new agreement.
+        members: the new agreement's sites.
         key: new private signing key of the site, if the folder of the agreement contains one.
     """
     agreed, before, after = {*Shared.model_fields} - {"version", "experiment", "secure"}, site.secure, new.secure
@@ -339,7 +339,7 @@ def _amendment_rules(site: Site, new: Site, members: Sequence[Member], key: byte
 
 
 def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
-    """Return True if secure aggregation has the same sites plus the new site, and at least the same threshold."""
+    """Return True if secure aggregation covers the same sites and the new one, with at least the same threshold."""
     if before is None or new is None:
         return before is new
     grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
@@ -352,7 +352,7 @@ def _last_round(server: Server) -> tuple[int, bytes | None]:
     """Return the number of finished rounds, and the model after them as a file of initial values.
 
     If no round has been completed, the file contains the agreed initial model, or is None. Both come from the same
-    checkpoint, because the results are from the last evaluation, which may be many rounds old.
+    checkpoint, because the results are from the last evaluation, which may be many rounds earlier.
     """
     done, model = last_round(server)
     if model is not None:

@@ -48,8 +48,8 @@ DRIFT_MARGIN = 10.0
 registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that with a channel
 that stores its errors, unless a method diverged."""
 DRAWS_CHECKED = 50
-"""Number of rounds whose cohorts are drawn to check that all sites train in each round. A sampler that draws fewer
-sites is soon detected."""
+"""Number of rounds whose cohorts are drawn in order to check that all sites train in each round. If a sampler draws
+fewer sites, this is soon detected."""
 OF_ONE_TABLE = (*FIXED_TABLE_OPTIONS, *DETECTED_OPTION_DEFAULTS, "client_column", "factors")
 """Options of a table that are part of the agreement, or that apply only to one file."""
 
@@ -60,19 +60,19 @@ class DeploymentPlan:
 
     Attributes:
         name: the experiment's name.
-        experiment: text of the experiment file, with one method and one seed, and without any path of data.
+        experiment: text of the experiment file, with a single method and seed, and without any paths of data.
         sites: names of the sites, in the order of the clients.
         samples: description of a sample.
         data: location of a site's samples.
         data_dir: folder of data sets on this machine.
         share: see `Site`.
         fixed_data: see `Site`.
-        code: user code that the experiment names by import path.
+        code: user code named in the experiment by import path.
         norm_bound: maximum norm of a difference that the server accepts. None for no limit.
         threshold: threshold of secure aggregation. None without secure aggregation.
         most_samples: maximum number of samples in any part of a site's data. None if sites have their own data and no
             number is given.
-        start: file of the initial model. None if the initial model is drawn with the run's seed.
+        start: file that contains the initial model. None if the initial model is drawn with the run's seed.
         sends: True if sites send anything.
         by_samples: True if a site is weighted by its number of samples.
     """
@@ -120,22 +120,21 @@ def plan(
     """Return the plan of the deployment of an experiment.
 
     Args:
-        experiment: the comparison. The experiment's data must exist, because they define the form of a sample.
-        sites: number of sites. None for the number of clients in the partition, or for as many sites as there are
-            names.
+        experiment: the comparison. The experiment's data must exist, because they determine what a sample looks like.
+        sites: number of sites. None for the number of clients in the partition, or for one site for each name.
         names: names of the sites. None for the names of the clients, or site-0, site-1, ...
-        method: label of the method. None if the experiment has only one method.
+        method: the method's label. None if the experiment has only one method.
         seed: seed of the run, None for the first seed.
-        rounds: number of rounds, None for the rounds of the method.
+        rounds: number of rounds, None for the method's own number of rounds.
         data_dir: folder of data sets.
-        own_data: True if every site has its own data instead of a share of the experiment's data.
-        fixed_data: True to reject a site whose samples change during the run. Otherwise the change is logged.
-        norm_bound: maximum L2 norm of the difference that the server accepts from a site. None for `DRIFT_MARGIN` times
-            the largest norm in the first round, which is simulated for this purpose.
-        most_samples: maximum number of samples in any part of a site's data. None for the number at the largest client,
-            which is unknown if sites have their own data.
+        own_data: True if every site has its own data, rather than a share of the experiment's data.
+        fixed_data: True to reject a site whose samples change during the run. Otherwise, the change is logged.
+        norm_bound: maximum L2 norm of the difference that the server accepts from a site. None stands for
+            `DRIFT_MARGIN` times the largest norm in the first round, which is simulated for this purpose.
+        most_samples: maximum number of samples in any part of a site's data. None stands for the number at the largest
+            client, which is unknown if sites have their own data.
         secure_aggregation: True if the server receives masked sums (see `fedloom_sites.deploy.secure.protocol`).
-        threshold: minimum number of sites in any sum that is unmasked. None for more than two thirds.
+        threshold: minimum number of sites in any sum that is unmasked. None stands for more than two thirds.
         changes: maximum number of times that a site may leave the masked sums or return to them. None for
             `MAX_CHANGES`.
         verify: True if every site opens the masked sums itself and computes its models from them.
@@ -161,7 +160,7 @@ def plan(
         fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
     else:
         fed = one.partition(one.source.read(data_dir), seed)
-        samples = InputSpec.create(fed.data)
+        samples = InputSpec.create(fed.data).with_(span=None)  # which would tell sites a range of the coordinator's
     check_stream(one.methods[0].setting.resolved(), fed.n)
     # refuses what does not go together
     job, start = make_job(one.methods[0].setting.with_(schedule=Synchronous()), fed)
@@ -267,7 +266,7 @@ def _bound(job: Job, server: Any) -> NormBound | None:
 
     For a method that does not send a difference, the result is None.
 
-    If several fields of an upload are bounded, the result is a dict keyed by field.
+    If several fields of an upload have bounds, the result is a dict keyed by field.
     """
     everyone = torch.arange(job.n)
     for store in job.stores.values():
@@ -283,7 +282,7 @@ def _bound(job: Job, server: Any) -> NormBound | None:
 
 
 def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
-    """Return an experiment restricted to one method and one seed."""
+    """Return an experiment that is restricted to one method and one seed."""
     chosen = _chosen(experiment, label)
     method = {**chosen.settings(), "rounds": rounds or chosen.setting.rounds}
     seeds = [experiment.head.seeds[0] if seed is None else seed]
@@ -311,7 +310,7 @@ def _names(names: Sequence[object]) -> tuple[str, ...]:
 
 
 def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
-    """Check the given site names, and return them.
+    """Check the names given to the sites, and return them.
 
     Raises:
         ConfigError: the number of names is wrong, a name cannot be used as a folder name, or two names denote the same
@@ -332,7 +331,7 @@ def _site_names(names: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def _labelled(one: Experiment) -> dict[str, Any]:
-    """Return the table [data] without the keys that an agreement replaces."""
+    """Return the [data] table without the keys that an agreement replaces."""
     agreed = getattr(one.source, "agreement", None) is not None
     return {k: v for k, v in one.source_options.items() if not agreed or k not in FIXED_TABLE_OPTIONS}
 
@@ -363,7 +362,7 @@ def _data_table(one: Experiment) -> dict[str, Any]:
 
 
 def further_data_table(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table [data] for an additional site, without the values that apply only to another site's file."""
+    """Return the [data] table for an additional site, without values that apply only to another site's file."""
     if issubclass(SOURCES.get(str(options["source"]), object), TableSource):
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE}
     return options | ({"path": Path(str(options["path"])).name} if "path" in options else {})

@@ -34,7 +34,7 @@ class Process:
         command: program and arguments.
         environment: variables that are added to this process's environment.
         log: file of the output.
-        folder: working directory. None for the working directory of this process.
+        folder: working directory. None stands for the working directory of this process.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Process:
     def alive(self) -> bool:
         """Return True if the process is still running.
 
-        A process that has ended keeps its ID until it is reaped, so that no other process can get the ID.
+        A process that has ended keeps its ID until it is reaped, so that no other process can get this ID.
         """
         if self._popen.returncode is not None:
             return False
@@ -90,7 +90,7 @@ class Process:
         """Raise an error if the process has ended.
 
         Raises:
-            ProcessError: the process has ended. The message contains the end of its output.
+            ProcessError: the process has ended. The message contains the end of the process's output.
         """
         if not self.alive():
             raise ProcessError(
@@ -169,7 +169,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def check_free(port: int, what: str) -> None:
-    """Raise an error if a port is in use.
+    """Raise an error if a port is already in use.
 
     Raises:
         ConfigError: another process listens on the port.

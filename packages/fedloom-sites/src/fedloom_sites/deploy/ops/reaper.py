@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 
 GROUP_GRACE_SECONDS = 10.0
-"""Time in seconds that groups have to end after SIGTERM before they are killed."""
+"""Time, in seconds, that groups have to end after SIGTERM before they are killed."""
 
 
 def reap(lines: Iterable[str], grace: float = GROUP_GRACE_SECONDS) -> None:

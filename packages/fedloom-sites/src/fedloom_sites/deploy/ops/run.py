@@ -16,7 +16,7 @@ from fedloom_sites.deploy.setting_files import read_server
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a Flower command unless the experiment is complete, and return the exit code.
+    """Run a Flower command, unless the experiment is already complete, and return the exit code.
 
     Args:
         words: the server's TOML file, and the command.

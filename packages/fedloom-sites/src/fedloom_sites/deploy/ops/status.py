@@ -1,6 +1,6 @@
 """Status of a deployment, read only from the server's files: audit log, checkpoints and results.
 
-Reading the status does not lock or write anything.
+Reading the status neither locks nor writes anything.
 
 `serve_metrics` provides the same numbers in Prometheus' format.
 """
@@ -32,7 +32,7 @@ from fedloom_sites.deploy.setting_files import read_server
 from fedloom_sites.deploy.settings import Server
 
 END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
-"""States of a run that has ended, keyed by the reason for its end. A stopped run can be resumed."""
+"""States that a run can be in after its end, keyed by the reason for the end. A run that was stopped can be resumed."""
 CERTIFICATE_CURES = {
     "server's certificate": "run 'fedloom deploy renew', reload the reverse proxy and restart the superlink's unit",
     "authority's certificate": "start a new deployment",
@@ -181,7 +181,7 @@ def status_of(server: Server) -> dict[str, Any]:
 
 @_fitting()
 def lines(status: Mapping[str, Any]) -> list[str]:
-    """Convert a status to a few lines of text. For the sites, see `table`."""
+    """Convert a status to a few lines of text. The table of sites is described in `table`."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
     texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
@@ -209,7 +209,7 @@ def lines(status: Mapping[str, Any]) -> list[str]:
 
 @_fitting()
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one human-readable row per site. Losses are measured on the site's test samples."""
+    """Return one readable row for each site. Losses are measured on the site's test samples."""
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())

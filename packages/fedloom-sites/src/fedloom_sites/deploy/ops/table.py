@@ -22,7 +22,7 @@ records only the latter."""
 def site_table(metrics: Path, sites: Mapping[int, str]) -> list[dict[str, Any]]:
     """Return the latest test metrics, one row per site and model: ``site``, ``model``, ``round`` and metrics.
 
-    The metrics are from the last round for which the site has any.
+    The metrics are from the last round in which the site reported any.
 
     Args:
         metrics: file `metrics.parquet`.

@@ -48,7 +48,7 @@ from fedloom_sites.deploy.settings import Server, bound_of
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
-"""Maximum plausible amount of work."""
+"""Largest amount of work that is plausible."""
 WRAPPED_ERROR_PATTERN = r"\A\s*<class '[\w.]+'>:<(['\"])(.*)\1>\s*\Z"
 """Pattern of the text in which Flower wraps an error raised in a site's process."""
 
@@ -79,12 +79,12 @@ class Checks:
     """Checks that the server applies to replies.
 
     Args:
-        settings: settings of the server.
+        settings: the server's settings.
         job: run. None until the sites have sent their sizes.
         forms: formats of the run's messages.
         keys: keys of the sites, keyed by client.
-        sizes: numbers of samples that the sites declared ``[n, 3]``.
-        names: names of the numbers that arrive with the scores of the last round, in addition to the scores.
+        sizes: numbers of samples that the sites have declared ``[n, 3]``.
+        names: names of the numbers that arrive in addition to the scores of the last round.
 
     Attributes:
         STEPS: number, condition and function of each check in order, except the quorum (13), which is a check of a
@@ -116,7 +116,7 @@ class Checks:
 
         Raises:
             LateReply: the reply is valid, but late.
-            Rejected: a check has failed. The message describes the failure. No other error is possible.
+            Rejected: a check has failed. The message describes the failure. No other errors are possible.
         """
         if pending is None:
             raise Rejected(1, "the reply does not answer an open message")
@@ -269,7 +269,7 @@ class Checks:
         return draft
 
     def _metrics(self, draft: _Draft) -> _Draft:
-        """Remove numbers that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
+        """Remove values that are not finite, are out of range or are not metrics, and return the reply (step 10)."""
         if not draft.is_round:
             return draft
         assert self._job is not None

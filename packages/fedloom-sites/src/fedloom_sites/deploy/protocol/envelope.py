@@ -2,7 +2,7 @@
 
 In both directions, the head contains protocol, release, experiment, kind, round and client, the nonce, and the SHA-256
 of the arrays. A reply also contains a signature over all of these fields. Nothing in a message is ever unpickled: the
-arrays are bytes for the codec.
+arrays are bytes that the codec decodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_FIGURES = 5000
 MAX_ARRAYS = 5
 """Maximum number of arrays in one message."""
 HEAD_LIMIT = 1 << 20
-"""Maximum number of bytes in the head of a message."""
+"""Maximum number of bytes in a message's head."""
 HEAD_RECORD, ARRAYS_RECORD, METRICS_RECORD = "head", "arrays", "metrics"
 ARRAY_STYPE, ARRAY_DTYPE = "fedloom.wire", "uint8"
 
@@ -67,7 +67,7 @@ REQUEST_FIELDS: Mapping[str, Mapping[str, type]] = {
 }
 """Additional fields of a message from the server.
 
-``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 for none.
+``weight`` is alpha_i. ``scored`` is the round whose models are scored first, or -1 if there is none.
 """
 
 SESSION_STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "count", "unmask")
@@ -95,7 +95,7 @@ REPLY_FIELDS: Mapping[str, Mapping[str, type]] = {
     "result": {"samples": int},
     **{step: {} for step in (*SESSION_STEPS, "relay")},
 }
-"""Further fields of a site's reply."""
+"""Additional fields of a site's reply."""
 
 STATUS_FIELDS = {"status": str, "reason": str, "signature": bytes}
 """Additional fields of every reply."""
@@ -104,7 +104,7 @@ UNABLE_STATUS = "unable"
 """Status of a reply from a site that could not write to its disk, so that the server may send the message again."""
 
 MAX_REASON_CHARACTERS = 500
-"""Maximum number of characters in a reason."""
+"""Maximum length of a reason, in characters."""
 
 
 class Envelope(NamedTuple):
@@ -113,7 +113,7 @@ class Envelope(NamedTuple):
     Attributes:
         head: plain values.
         arrays: encoded messages for the codec.
-        metrics: numbers keyed by name.
+        metrics: values keyed by name.
     """
 
     head: dict[str, Any]
@@ -129,7 +129,7 @@ class Request(NamedTuple):
         client: number of the site. None in a greeting, which asks for this number.
         arrays: encoded messages for the codec.
         more: additional fields of the header.
-        down: message that the client receives, for computing the norm of the difference.
+        down: message that the client receives, from which the norm of the difference is computed.
         node: Flower's number for the node. The number is set when the message is sent.
         round: round of the message, if it differs from the round of the other messages sent with it.
         read, most: see `Pending`.
@@ -253,7 +253,7 @@ def unseal(
         head_limit: maximum number of bytes in the message's head.
 
     Raises:
-        WireError: records, fields, types or sizes are not as expected. No other error is possible.
+        WireError: records, fields, types or sizes are not as expected. No other errors are possible.
     """
     head, arrays = content.get(HEAD_RECORD), content.get(ARRAYS_RECORD)
     names = {HEAD_RECORD, ARRAYS_RECORD} | ({METRICS_RECORD} if METRICS_RECORD in content else set())
@@ -307,7 +307,7 @@ def unpack_arrays(record: ArrayRecord, limit: float) -> list[bytes]:
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
-    """Return at most `MAX_FIGURES` numbers, keyed by names of limited length.
+    """Return at most `MAX_FIGURES` values, keyed by names of limited length.
 
     Any values except lists are allowed.
     """

@@ -54,7 +54,7 @@ def public_line(private: bytes) -> str:
 
 
 def verifying_key(line: str, site: str) -> Ed25519PublicKey:
-    """Read the public key of a site from its OpenSSH line.
+    """Read a site's public key from its OpenSSH line.
 
     Raises:
         ConfigError: the line is not an Ed25519 key.

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.engine.job import Job
 
 ABSOLUTE_SLACK = 1e-6
-"""Absolute tolerance for a number, in addition to the relative tolerance."""
+"""Absolute tolerance for a number, which is added to the relative tolerance."""
 RELATIVE_SLACK = 1 + 1e-4
 """Factor by which a number may exceed its range."""
 
@@ -41,7 +41,8 @@ def shortened(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tupl
         job: run.
         up: upload with finite fields ``[1, .]``.
         down: message that the client has received.
-        bounds: maximum norm of the difference of a field, keyed by name. A field that is not listed has no bound.
+        bounds: maximum norm of a field's difference, keyed by the field's name. A field that is not listed has no
+            bound.
 
     Returns:
         The upload, and whether the norm of any field was too large.

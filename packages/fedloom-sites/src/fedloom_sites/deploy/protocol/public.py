@@ -43,7 +43,7 @@ def check_private() -> None:
     Every piece of code that accesses a site's samples begins with this call.
 
     Raises:
-        RuntimeError: the call comes from code that `publish_reasons` marks.
+        RuntimeError: the call comes from code that is marked by `publish_reasons`.
     """
     if _is_public.get():
         raise RuntimeError("samples were read in code whose error messages leave the site. Read the samples earlier")

@@ -15,8 +15,8 @@ rounds."""
 def find_isolated(rows: Sequence[Row], threshold: int) -> set[tuple[tuple[str, int], ...]]:
     """Return the smallest sets of fewer than ``threshold`` unknowns that some combination of the sums isolates.
 
-    A combination isolates a set if it is zero outside the set and nonzero within it. It exists if and only if the rank
-    of the sums is lower without the set.
+    A combination isolates a set if it is zero outside the set and nonzero within it. It exists if and only if removing
+    the set lowers the rank of the sums.
 
     Args:
         rows: the sums.

@@ -1,7 +1,7 @@
 """Copies of a site for a rehearsal: its code, data and settings, with temporary keys and a temporary state.
 
 The other sites are stand-ins. They follow the protocol with all its checks and send zeros. An attack that isolates this
-site in a sum therefore reads exactly the numbers that this site sends.
+site in a sum therefore reads exactly the numbers that this site has sent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StandIn:
         figures: metrics that the stand-in reports for its samples.
 
     Attributes:
-        length: length of its next vector.
+        length: length of the next vector.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StandIn:
         self._trainer, self._member, self.length = trainer, SessionMember(site, key, site.folder), 1
 
     def reply(self, content: RecordDict) -> RecordDict:
-        """Return the reply to a step of a session."""
+        """Return the reply to one step of a session."""
         try:
             arrays, head = [self._answer(unseal(content, REQUEST_FIELDS, {}, 1 << 40))], {"status": "ok", "reason": ""}
         except FedloomError as error:
@@ -114,7 +114,10 @@ class RehearsedSite:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of training, validation and test samples of the site. The stand-ins report the same numbers."""
+        """Numbers of training, validation and test samples of the site.
+
+        The stand-ins report the same numbers of samples.
+        """
         return tuple(self.copy().sizes)
 
     def copy(self, fed: Federation | None = None, **settings: Any) -> Client:
@@ -161,7 +164,7 @@ class RehearsedSite:
         return self.rogue(memory=memory, **self._experiment(number))
 
     def _experiment(self, number: int) -> dict[str, Any]:
-        """Write a copy of the experiment with a different digest, and return the changed settings."""
+        """Write a copy of the experiment with a different digest, and return the settings changed accordingly."""
         if number == 0:
             return {}
         agreed, folder = self.site.experiment, self.folder / f"experiment-{number}"

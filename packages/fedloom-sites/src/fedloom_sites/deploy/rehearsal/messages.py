@@ -1,4 +1,4 @@
-"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
+"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, large tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODELS_TRIED = 12
 LEAST_ROWS = int(Groups.model_fields["min_rows"].default)
 """Number of rows in a group, and in each of its classes, below which its statistics reveal single patients."""
 BOMB_BYTES = 1 << 30
-"""Number of bytes to which a crafted table decompresses."""
+"""Number of bytes in a crafted table after decompression."""
 BIDI_NAME = "age\u202egnp"
 
 
@@ -49,11 +49,11 @@ class Message(NamedTuple):
     """Message that a site should reject.
 
     Attributes:
-        name: description of the fault in the message.
+        name: description of what is wrong with the message.
         kind: kind of the message.
         head: fields of the message's head.
         arrays: arrays of the message.
-        drop: field of the head that is omitted.
+        drop: field that is omitted from the head.
     """
 
     name: str
@@ -195,7 +195,7 @@ def ask_many_models(site: RehearsedSite) -> AttackOutcome:
 
 
 def repeat_and_be_refused(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of repeated and rejected messages, which should make the site raise an alarm."""
+    """Return the outcome of repeated and rejected messages, about which the site should raise an alarm."""
     rogue, c = site.rogue(), site.client
     client = rogue.sites[c]
     for kind in ("hello", "train" if site.site.secure is None else "keys"):
@@ -238,7 +238,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_small_groups(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a request for statistics of small groups of patients."""
+    """Return the outcome of requesting statistics of small groups of patients."""
     trainer = site.copy().trainer
     groups = SiteGroups(trainer)
     if not groups.sums.groups:
@@ -277,7 +277,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of crafted questions of analyses, agreed or not, to two copies that differ in one sample."""
+    """Return the outcome of crafted questions of analyses, agreed or not, sent to copies that differ in one sample."""
     twins = [site.copy(), site.copy(change_first_sample(site))]
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])
@@ -323,7 +323,7 @@ def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -
 
 
 def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of a table with a column name that changes the direction of text."""
+    """Return the outcome of a table in which a column name changes the direction of text."""
     path, data = _table_of(site)
     path.write_text(f"{BIDI_NAME},label\n1,0\n2,1\n", encoding="utf-8")
     reason = _read_table(site, data)

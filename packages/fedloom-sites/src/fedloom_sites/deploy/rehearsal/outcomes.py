@@ -15,7 +15,7 @@ Verdict = Literal["stopped", "remains", "OPEN", "not tried"]
 
 
 class Inapplicable(Exception):
-    """Error: an attack does not apply to a site. The message contains the reason."""
+    """Error: an attack cannot be applied to a site. The message states the reason."""
 
 
 class AttackOutcome(NamedTuple):
@@ -24,8 +24,8 @@ class AttackOutcome(NamedTuple):
     Attributes:
         verdict: see `Verdict`.
         tried: description of what was tried.
-        learned: information that the server learned about the site.
-        rule: rule that stopped the attack, or description of the remaining risk.
+        learned: what the server learned about the site.
+        rule: rule that stopped the attack, or a description of the remaining risk.
     """
 
     verdict: Verdict
@@ -58,7 +58,7 @@ def judge(is_open: bool, tried: str, rule: str, learned: str, nothing: str = "no
         tried: description of what the attack tries.
         rule: rule that stops the attack.
         learned: what the server learned if the attack succeeded.
-        nothing: information that the server learned if the attack failed.
+        nothing: what the server learned if the attack failed.
     """
     if is_open:
         return AttackOutcome("OPEN", tried, learned, f"not stopped. The rule would be: {rule}")

@@ -1,4 +1,4 @@
-"""Rehearsal, which runs all attacks on copies of one site, one after another."""
+"""Rehearsal, which runs all attacks, one after another, on copies of one site."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REHEARSED_ATTACKS: Sequence[tuple[str, Callable[[RehearsedSite], AttackOutcome]]
     *SAMPLE_ATTACKS,
     *MESSAGE_ATTACKS,
 )
-"""Name and function of every attack."""
+"""Name of every attack, and the function that carries it out."""
 
 
 def rehearse(site: Site) -> Iterator[AttackRow]:

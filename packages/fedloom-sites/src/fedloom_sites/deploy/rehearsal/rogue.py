@@ -33,7 +33,7 @@ from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.trainer import Trainer
 
 BLANK_VALUES: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
-"""Placeholder for each type of the fields of a head."""
+"""Placeholder for each type of field in a head."""
 
 
 class AskedSite(Protocol):
@@ -48,7 +48,7 @@ class AskedSite(Protocol):
 
     @property
     def figures(self) -> str:
-        """Metrics that the site's samples define."""
+        """The metrics that the site's samples define."""
         ...
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -97,7 +97,7 @@ class RogueServer:
         return self.write(down[0] + change * torch.ones_like(down[0]))
 
     def first_download(self) -> tuple[Any, Any]:
-        """Return the first download of a client in the run, and the server's initial state."""
+        """Return the first download that a client receives in the run, and the server's initial state."""
         job, server = self.trainer.job, self.trainer.node.server
         return job.down(server, 1, self.trainer.ids), server
 
@@ -176,7 +176,7 @@ class RogueSession:
             self.has_counters = has_counters(terms, self.rogue.trainer)
 
     def count(self, c: int, survivors: Collection[int] | None = None) -> None:
-        """Ask a site for the shares that open the counters of the sites whose vectors arrived."""
+        """Ask a site for the shares that open the counters of those sites whose vectors arrived."""
         sent_back = self.ask(
             c, "count", secure.join_parts({s: self.vectors[s][:64] for s in survivors or self.vectors})
         )
@@ -224,11 +224,11 @@ class RogueSession:
 
     @property
     def is_open(self) -> bool:
-        """True if enough shares arrived to remove the masks."""
+        """True if enough shares have arrived to remove the masks."""
         return len(self.told) >= self.session.threshold
 
     def total(self, terms: Terms) -> Integers:
-        """Return the sum of the vectors without masks."""
+        """Return the sum of the vectors without their masks."""
         bound, end = self.bound(terms), -counters.COUNTERS_BYTES if self.has_counters else None
         secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
         assert not wrong

@@ -90,8 +90,8 @@ def craft_bins(rogue: RogueServer, layer: FirstLayer, rows: Tensor) -> bytes:
     Args:
         rogue: the server.
         layer: the first layer.
-        rows: samples that determine the edges. A real server would know the distribution of the samples from similar
-            data.
+        rows: samples that determine the edges of the bins. A real server would estimate the distribution of the samples
+            from similar data.
     """
     job = rogue.trainer.job
     down, _ = rogue.first_download()
@@ -146,7 +146,7 @@ def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
 
 
 def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tensor | None:
-    """Request one round with a model, and return the change of the model that arrives, or None if no change arrives.
+    """Request one round with a model, and return the resulting change of the model, or None if no change arrives.
 
     The change is taken from the upload, or from the sum of uploads.
     """
@@ -198,7 +198,7 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
 
 
 def read_by_bins(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of reading samples from one answer to a model that sorts them into bins (R6)."""
+    """Return the outcome of reading samples from a single answer to a model that sorts them into bins (R6)."""
     rogue = site.rogue()
     rows = training_rows(site.client, site.fed)
     layer = find_first_layer(rogue.trainer.job, rows.shape[1])
@@ -238,7 +238,7 @@ def craft_questions(rogue: RogueServer, rows: Tensor | None) -> Iterator[bytes]:
 
 
 def _craft_threshold(rogue: RogueServer, rows: Tensor, gain: float) -> bytes:
-    """Return a model with a huge unit that only the first sample activates."""
+    """Return a model with a huge unit that is activated only by the first sample."""
     job = rogue.trainer.job
     layer = find_first_layer(job, rows.shape[1])
     tree = job.oracle.layout.tree(torch.zeros(1, job.oracle.layout.d, dtype=torch.float64))
@@ -347,7 +347,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
 
 
 def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
-    """Return the losses of one model on a part of the site's samples."""
+    """Return the losses of a model on one part of the site's samples."""
     outputs, index, _ = pass_shared(job, model, torch.tensor([client]), part)
     return job.oracle.task.loss(outputs, job.eval_fed.targets(index)).flatten()[:MOST_COMPARED]
 

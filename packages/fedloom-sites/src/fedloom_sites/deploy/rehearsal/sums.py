@@ -1,4 +1,4 @@
-"""Attacks on secure sums, in which a dishonest server tries to obtain a sum of one site, or mostly of one site."""
+"""Attacks on secure sums, in which a dishonest server tries to obtain a sum over one site, or mostly over one site."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOT_SUMS = "uploads leave this site without masks. See the row on single uploads
 
 
 def agreed_of(site: RehearsedSite) -> Secure:
-    """Return the agreed settings of secure sums.
+    """Return the settings of secure sums on which the sites agreed.
 
     Raises:
         Inapplicable: the agreement does not include secure sums.
@@ -54,7 +54,7 @@ def play_session(
 ) -> tuple[RogueSession, Terms]:
     """Carry out all steps of a session, starting with the rehearsed site, and return the session and its terms.
 
-    The vector of the rehearsed site determines the length of the vectors of the other sites.
+    The vector of the rehearsed site determines how long the vectors of the other sites are.
 
     Args:
         site: the rehearsed site.
@@ -103,7 +103,7 @@ def confirm(session: RogueSession, survivors: Collection[int]) -> None:
 
 
 def move_little(row: Tensor, times: int) -> Tensor:
-    """Return a model in which each number is moved up by a few floating-point steps."""
+    """Return a model in which each number is increased by a few floating-point steps."""
     for _ in range(times):
         row = torch.nextafter(row, torch.full_like(row, torch.inf))
     return row
@@ -250,7 +250,7 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
 
 
 def compare_neighbors(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of models that hardly change, with this site left out of every second round (R7)."""
+    """Return the outcome of models that hardly change, if this site is left out of every second round (R7)."""
     agreed, everyone = agreed_of(site), range(site.clients)
     cohorts = [everyone if k % 2 == 0 else site.other_clients for k in range(2 * MAX_CHANGES + 4)]
     rows = open_series(site, "neighbors", cohorts)

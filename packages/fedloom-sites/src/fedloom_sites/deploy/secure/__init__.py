@@ -1,1 +1,1 @@
-"""Secure aggregation at the server and the sites: masked sums of uploads and scores."""
+"""Secure aggregation at the server and at the sites: masked sums of uploads and scores."""

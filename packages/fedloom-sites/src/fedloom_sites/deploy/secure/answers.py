@@ -1,4 +1,4 @@
-"""Reading and checking the sites' answers in a session of secure aggregation, on the server."""
+"""The server's reading and checking of the sites' answers in a session of secure aggregation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_advert(message: bytes, name: bytes, client: int, public: Mapping[int, E
     """Return the only advertisement in a message.
 
     Args:
-        message: message from the site.
+        message: message sent by the site.
         name: name of the session.
         client: number of the site.
         public: verification keys of all sites.
@@ -67,7 +67,7 @@ def read_vector(
     sites do not verify the sums.
 
     Args:
-        message: message from the site.
+        message: message sent by the site.
         length: expected length of the vector.
         text: statement whose signature the message must contain.
         public: verification key of the site.
@@ -98,7 +98,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
     """Verify a site's signature on the list of sites in a sum, and return the signature.
 
     Raises:
-        WireError: the signature does not belong to this sum.
+        WireError: the signature was not made for this sum.
     """
     try:
         public.verify(message, text)
@@ -108,7 +108,7 @@ def read_signature(message: bytes, text: bytes, public: Ed25519PublicKey) -> byt
 
 
 def read_shares(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    """Read the shares of the sites' secrets that a site sends, keyed by the owner of each secret.
+    """Read the shares of the sites' secrets that a site has sent, keyed by the owner of each secret.
 
     Raises:
         WireError: the bytes do not encode shares of these owners' secrets.

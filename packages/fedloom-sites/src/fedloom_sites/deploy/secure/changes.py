@@ -46,8 +46,8 @@ class States(NamedTuple):
 
     Attributes:
         experiment: name of the experiment, in which rounds are counted.
-        trained: round whose uploads are summed. None for a sum of something else.
-        bases: last accepted round of each site, by name.
+        trained: round whose uploads are summed. None for a sum of anything else.
+        bases: last accepted round of each site, keyed by name.
     """
 
     experiment: str
@@ -79,7 +79,8 @@ class Changes(NamedTuple):
     def changed(self, sites: Collection[str], weights: Weights, states: States) -> set[str]:
         """Return the sites whose presence, weight or state differs between a new sum and the latest sum.
 
-        A site that answers from another state than most differs from the sum before, and from the sum after.
+        A site that answers from a state that differs from that of most sites differs from the previous sum and from the
+        next.
 
         Args:
             sites: the sites in the new sum.
@@ -191,6 +192,6 @@ def reweighted(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence
 
 
 def _scale_weights(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Return True if two pairs of numbers have the same ratio."""
+    """Return True if the numbers in two pairs have the same ratio."""
     a, b = one[0] * other[1], one[1] * other[0]
     return abs(a - b) <= SAME_WEIGHT * max(abs(a), abs(b))

@@ -1,4 +1,4 @@
-"""Counters: small integers from every site, whose total each site checks before it opens the sum of the vectors.
+"""Counters: small integers sent by every site, whose total each site checks before it opens the sum of the vectors.
 
 A site sends its counters together with its vector, but under separate masks. The server first requests the shares that
 unmask the counters, and then sends all sites the masked counters together with these shares. Each site thus computes
@@ -47,7 +47,7 @@ def write_counters(
     session: Session, bound: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey, peers: Collection[int],
     counters: Sequence[int],
 ) -> bytes:  # fmt: skip
-    """Encode a site's masked counters, preceded by its signature.
+    """Encode a site's masked counters, preceded by the site's signature.
 
     Args:
         session: agreed session.
@@ -91,7 +91,7 @@ def open_counters(
         peers: sites that share masks with each other.
         messages: counter messages of the sites in the sum (see `write_counters`).
         answers: shares from each site that answered, keyed by the owner of the secret (see `shares.reveal_shares`).
-        public: verification keys of the sites.
+        public: the sites' verification keys.
 
     Raises:
         Broken: a message is not signed by its site, shares are missing, or the numbers cannot be sums of counters.
@@ -115,7 +115,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
     would then reveal the answer of that site.
 
     Raises:
-        Broken: too few sites contribute, or a site is silent. The message states how many.
+        Broken: too few sites contribute, or a site is silent. The message states how many there are.
     """
     if counts.answered < threshold:
         raise Broken(
@@ -129,7 +129,7 @@ def check_enough(counts: AnswerCounts, threshold: int) -> None:
 
 
 def _masks(bound: bytes) -> bytes:
-    """Return the label from which the counters' masks are derived.
+    """Return the label from which the masks of the counters are derived.
 
     With it, the mask streams of the counters differ from those of the vectors.
     """

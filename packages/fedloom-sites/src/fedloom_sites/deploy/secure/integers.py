@@ -9,7 +9,7 @@ import numpy as np
 from fedloom_sites.deploy.secure.protocol import Broken, Integers
 
 RESOLUTION_BITS = 36
-"""A number is sent as an integer multiple of 2^-36."""
+"""Each number is sent as an integer multiple of 2^-36."""
 MAX_NUMBER = 2.0**14
 """A number is clipped to the range -2^14..2^14. A change, which is the difference of two numbers, has twice this range.
 

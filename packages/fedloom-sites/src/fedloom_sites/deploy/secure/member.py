@@ -1,9 +1,9 @@
-"""The site's side of secure aggregation, which masks the site's vectors.
+"""The site's part in secure aggregation, which masks the site's vectors.
 
 A site keeps only the secrets of the latest session, on its own disk, in a folder that only its owner can read. The site
-deletes the secrets when it sends its answer to the last step. If a message is repeated, the answer is the same. A
-different message for the same step is rejected, because two vectors under the same mask reveal their difference. A
-damaged session file ends its session, but has no other effect.
+deletes the secrets when it answers the last step. If a message is repeated, the answer is the same. A different message
+for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged session file
+ends its session, but has no further effect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_maskable(setting: Setting, *, verify: bool = False) -> None:
 
     Raises:
         ConfigError: a part of the run needs the uploads of individual sites, or sites cannot replay it from the sums.
-            The message names the part.
+            The message names this part.
     """
     setting = setting.resolved()
     if verify and accounted(setting.upload_transform, setting.aggregator) is not None:
@@ -103,7 +103,7 @@ def check_maskable(setting: Setting, *, verify: bool = False) -> None:
 
 
 class SessionMember:
-    """One site's participation in a session of secure aggregation.
+    """A site's participation in one session of secure aggregation.
 
     Args:
         site: settings of the site, with secure aggregation.
@@ -161,8 +161,8 @@ class SessionMember:
 
         Args:
             round: round of the run.
-            nonce: nonce of the session.
-            message: sealed shares from the other sites.
+            nonce: the session's nonce.
+            message: sealed shares that were sent by the other sites.
             terms: terms that describe the vector to mask.
             weights: weights of every site in its sums (see `Terms.weights`).
             is_noisy: True if the sum contains noise that the privacy accounting covers, so that it may include
@@ -227,7 +227,7 @@ class SessionMember:
 
         Args:
             round: round of the run.
-            nonce: nonce of the session.
+            nonce: the session's nonce.
             vector: ``[D]``.
             counts: this site's counters (see `counters`), whose total the sites check before they open the sum of the
                 vectors. Empty if the sum is opened without counters.
@@ -250,7 +250,7 @@ class SessionMember:
         return b"".join((signature, numbers, vector_signature, counted))
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Return the one-time keys for those of this site's messages that other sites report as undecryptable."""
+        """Return the one-time keys for those of this site's messages that other sites say they cannot decrypt."""
         record = self._session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _secrets(record)
         for accuser, signature in _read(message, SIGNATURE_BYTES).items():
@@ -263,7 +263,7 @@ class SessionMember:
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return this site's signed consent to a sum over the sites whose vectors have arrived (step 4).
 
-        This step is needed only if some vectors are missing.
+        This step is necessary only if some vectors are missing.
         """
         record = self._session(round, nonce, "agree")
         arrived = self._arrived(record, _read(message, 0))
@@ -295,7 +295,7 @@ class SessionMember:
 
         Args:
             round: round of the run.
-            nonce: nonce of the session.
+            nonce: the session's nonce.
             message: signatures of the sites in the sum.
             counted: masked counters of all sites in the sum. Empty if the session has no counters.
             openers: shares that unmask the counters, keyed by the site that sent them.
@@ -322,7 +322,7 @@ class SessionMember:
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
-        """Record that a sum is opened, and return its sites.
+        """Record that a sum is opened, and return the sites in it.
 
         `signed` lists every site in the sum, each with its signature, or with zeros if the site has not signed.
 
@@ -355,7 +355,7 @@ class SessionMember:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.
 
         Raises:
-            Broken: counters are missing or too small. The message contains the reason.
+            Broken: counters are missing or too small. The message states the reason.
         """
         sent, peers = _read(counted, counters.COUNTERS_BYTES), [int(c) for c in record["held"]]
         if sent.keys() != {*arrived}:
@@ -409,9 +409,9 @@ class SessionMember:
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
-        """Store a value on first use, and raise an error if a later value differs.
+        """Store a value when it is first used, and raise an error if a later value differs.
 
-        A stored value never changes within a session.
+        Within a session, a stored value never changes.
         """
         if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
@@ -461,7 +461,7 @@ def _listed(clients: Collection[int]) -> str:
 def _weights_by_sum(record: dict[str, Any]) -> dict[str, dict[str, list[float]]] | None:
     """Return every site's weights in each sum of a session, or None if the sum contains noise.
 
-    An upload is multiplied by its weight before it is sent. Every other sum adds up the sites' numbers without weights.
+    An upload is multiplied by its weight before it is sent. Every other sum adds the sites' numbers without weights.
     """
     if record["noisy"]:
         return None

@@ -1,6 +1,6 @@
 """Record of the sums that a site has helped to open, so that it can refuse a sum that would reveal a difference.
 
-There is one record per site and data set, and the data set is identified by its agreed name. The record continues
+There is one record per site and data set, and the data set is identified by its agreed name. The record remains valid
 across experiments, snapshots of the rows, and keys.
 
 Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
@@ -120,17 +120,17 @@ class OpenedSums:
         """Record a sum and the end of its session before the site gives a share for the sum.
 
         Args:
-            name: name of the session, as hexadecimal digits.
+            name: name of the session, in hexadecimal digits.
             sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
             models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis. Empty for
                 none.
             bases: round of the state from which each site in the sum answers, keyed by the site's number.
             threshold: minimum number of sites in a sum.
             question: question that the sum answers, or an empty string if the session has none. For a question, the
-                round is the number of its step, and all steps cover the same sites.
+                round is its step number, and all steps cover the same sites.
             weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis, and then
-                by the site's number. All weights of a site are zero if its contribution is already known. None if the
-                sum contains noise and may therefore cover any sites.
+                by the site's number. If a site's contribution is already known, all of its weights are zero. None if
+                the sum contains noise and may therefore cover any sites.
             counts: the site's counters (see `counters`), if the session has counters.
 
         Raises:
@@ -245,7 +245,7 @@ class OpenedSums:
     def _open(self) -> Iterator[dict[str, Any]]:
         """Yield the record while its lock is held.
 
-        All of the site's processes that run experiments on the same data share the record.
+        All processes of the site that run experiments on the same data share the record.
 
         If the record is missing or damaged although the site has given shares for a sum, it is unknown which sites that
         sum covered. In that case, the next sum fixes the sites: from then on, no site may leave or return.
@@ -272,7 +272,7 @@ class OpenedSums:
         If there is no such part, all rounds up to the newest round are treated as summed.
 
         The newest round is determined from the existing states, and from the sessions in which the site sent shares
-        according to its log of sent data. All steps of analyses are then treated as summed as well, unless complete
+        according to its log of sent data. All steps of analyses are then also treated as summed, unless complete
         records show that the site has not answered any step. A site records a step before it masks a vector, and gives
         no shares for a sum without its own vector.
         """
@@ -327,7 +327,7 @@ def _summed_rounds(folder: Path) -> list[int]:
 
 
 def _ended(record: dict[str, Any], name: str) -> bool:
-    """Record that a session has ended, and return True if it was not yet recorded as ended."""
+    """Record that a session has ended, and return True if its end was not yet recorded."""
     new = name not in record["past"]
     if new:
         record["past"] = [*record["past"], name][-REMEMBERED_SUMS:]

@@ -27,20 +27,20 @@ BYTES_FIELDS = ("signed", "counters", "shown")
 
 
 class PendingSum(NamedTuple):
-    """Sum that the server has requested from the sites.
+    """A sum that the server has requested from the sites.
 
     Attributes:
         round: round of the session.
-        nonce: nonce of the session.
+        nonce: the session's nonce.
         adverts: encoded advertisements of the session's sites.
         question: digest of the request to the sites.
         shared: sites that share masks with each other.
-        clients: sites whose vectors have arrived and are part of the sum.
+        clients: sites whose vectors have arrived and are included in the sum.
         signed: signatures of these sites on the list of sites in the sum.
         sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
         models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
         total: sum of the vectors, masked until the sum is revealed.
-        attempts: number of times the sum has been requested.
+        attempts: how often the sum has been requested.
         told: True if the masks have already been removed from the sum.
         counters: masked counters keyed by client, if the sites check the total of the counters before they open this
             sum.
@@ -77,7 +77,7 @@ class PendingSums:
         self._folder = folder
 
     def newest(self, what: str) -> PendingSum | None:
-        """Return the latest sum of a kind, or None if it does not exist or its file is missing or damaged."""
+        """Return the latest sum of a kind, or None if no such sum exists or its file is missing or damaged."""
         entry = self._read().get(what)
         if entry is None:
             return None

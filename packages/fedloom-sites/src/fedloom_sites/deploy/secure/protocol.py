@@ -5,7 +5,7 @@ sites, it tolerates up to n - T dropouts, and protects against a malicious serve
 + c (their Theorem 6.5). Each attempt to compute a sum is a session. A session has four steps, or five if a site drops
 out along the way.
 
-1. Every site generates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
+1. Every site creates two X25519 key pairs and a seed. With its signing key, it signs the session, both public keys
    and a commitment to the seed.
 2. Every site splits its seed and its masking key into Shamir shares, any ``threshold`` of which restore the secrets. It
    encrypts one share of each secret for every other site, and signs each of these messages, so that no other site can
@@ -23,8 +23,8 @@ out along the way.
    committed to both of its secrets, so wrong shares are detected (see `fedloom_sites.deploy.secure.shares`).
 
 Two different lists can both be opened only if ``threshold`` sites have signed each of them. After an honest site has
-signed a list in step 4, it opens no other list. Opening both lists therefore takes T - c honest sites for each of them,
-which is possible only if 2 T <= n + c.
+signed a list in step 4, it opens no other list. Opening both lists therefore requires T - c honest sites for each of
+them, which is possible only if 2 T <= n + c.
 
 Masks are ChaCha20 streams with 256-bit keys derived by HKDF-SHA256. Shares are encrypted with AES-256-GCM. The sender
 uses a separate key pair for each receiver, and the digest of all advertised keys is authenticated as associated data,
@@ -119,12 +119,12 @@ class Session:
 
 
 def min_threshold(sites: int) -> int:
-    """Return the minimum threshold for a number of sites: a majority, and at least `MIN_SITES`."""
+    """Return the minimum threshold for the given number of sites: a majority, and at least `MIN_SITES`."""
     return max(MIN_SITES, sites // 2 + 1)
 
 
 def safe_threshold(sites: int) -> int:
-    """Return a threshold that protects against a server colluding with sites (Bonawitz et al. 2017, Section 6.2).
+    """Return a threshold that protects against a server that colludes with sites (Bonawitz et al. 2017, Section 6.2).
 
     Their proof requires 2 T > n + c for a threshold T, n sites, and c colluding sites (Theorem 6.5). This threshold
     tolerates the collusion of fewer than a third of the sites.
@@ -284,7 +284,7 @@ def stream(key: bytes, length: int) -> Integers:
 def masked(
     session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
 ) -> Integers:
-    """Mask a site's vector ``[D]`` with its own mask and with the masks that it shares with the ``peers``."""
+    """Mask a site's vector ``[D]`` with the site's own mask and with the masks that it shares with the ``peers``."""
     total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
     masking = private_key(secrets.masking)
     for peer in peers:
@@ -308,7 +308,7 @@ def _add_pair(
 def unmasked(
     session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
-    """Remove the masks from the sum of the vectors that arrived, and return it.
+    """Remove the masks from the sum of the vectors that have arrived, and return the sum.
 
     Args:
         session: agreed session.
@@ -371,5 +371,5 @@ def read_adverts(message: bytes) -> list[Advert]:
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:
-    """Build the session of all sites that advertised keys."""
+    """Build the session of all sites that have advertised keys."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

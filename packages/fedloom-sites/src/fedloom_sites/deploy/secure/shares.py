@@ -6,8 +6,8 @@ generated for this one message. A sender that refuses is excluded. A sender that
 share, and only to the accusing receiver. An accusing receiver reveals nothing, so neither a server nor a site gains
 anything from a false accusation.
 
-The commitments to the secrets expose wrong shares: a subset with a wrong share gives a secret that does not match the
-commitment, so other subsets of the shares are tried for the same fixed set of uploads.
+The commitments to the secrets expose wrong shares: a subset that contains a wrong share gives a secret that does not
+match the commitment, so other subsets of the shares are tried for the same fixed set of uploads.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def reveal_shares(
     """Return one share for each site: of its seed if its vector arrived, otherwise of its masking key.
 
     Args:
-        shares: for every site, the concatenated shares of its three secrets.
+        shares: for every site, the shares of its three secrets, joined together.
         survivors: sites whose vectors have arrived.
         of_counters: True to use the seed of a site's counter mask instead of its vector mask.
     """
@@ -161,7 +161,7 @@ def reveal_shares(
 
 
 def combine_shares(parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """Combine a threshold of shares, given as ``(index, share)``, into the secret, like `Shamir.combine`.
+    """Combine a threshold of shares, given as ``(index, share)``, to recover the secret, like `Shamir.combine`.
 
     Each half of the secret is a weighted sum of the shares, multiplied by a factor. `_weights` computes the weights and
     the factor, which depend only on the indices.
@@ -234,7 +234,7 @@ def is_accused(session: Session, accuser: int, accused: int, signature: bytes, p
 def is_readable(session: Session, sender: int, to: int, sealed: bytes, private: bytes) -> bool:
     """Return True if a sealed share can be decrypted with the one-time key that its sender has revealed.
 
-    Anyone can perform this check.
+    This check can be performed by anyone.
 
     Args:
         session: agreed session.
@@ -281,8 +281,8 @@ def restored(
     Args:
         session: agreed session.
         peers: sites that share masks with each other.
-        arrived: those of the ``peers`` whose vectors have arrived. Their seeds are restored, and the masking keys of
-            the other ``peers``.
+        arrived: those of the ``peers`` whose vectors have arrived. Their seeds are reconstructed, as are the masking
+            keys of the other ``peers``.
         answers: shares from each site that answered, keyed by the owner of the secret (see `reveal_shares`).
         of_counters: see `reveal_shares`.
 

@@ -35,7 +35,7 @@ from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 
 class MaskedAnswers:
-    """Answers of a site under secure aggregation.
+    """A site's answers under secure aggregation.
 
     Args:
         site: the site's settings.
@@ -65,7 +65,7 @@ class MaskedAnswers:
 
     @cached_property
     def figures(self) -> str:
-        """Metrics and groups that the site's samples define, as a bit field in hexadecimal digits.
+        """The metrics and groups that the site's samples define, as a bit field in hexadecimal digits.
 
         None without sums.
         """
@@ -82,7 +82,7 @@ class MaskedAnswers:
         """Return the answer to a step of a session, or to a request for the site's scores.
 
         Raises:
-            FedloomError: the site has no answer. The message contains the reason.
+            FedloomError: the site has no answer. The message states the reason.
         """
         head, arrays, member, kind = envelope.head, envelope.arrays, self._member, envelope.head["kind"]
         if kind == "score":
@@ -112,7 +112,7 @@ class MaskedAnswers:
                 return {}, [steps[kind](head["round"], head["session"], *arrays)], None
 
     def count_parameters(self, kind: str, arrays: Sequence[bytes]) -> int:
-        """Return how many masked numbers the arrays of the newest answer contain, including its counters.
+        """Return the number of masked values in the arrays of the newest answer, including its counters.
 
         Args:
             kind: kind of the message.
@@ -195,7 +195,7 @@ class MaskedAnswers:
         return result
 
     def _scored(self, job: Job, terms: Terms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
-        """Return the site's encoded scores (after the last round, with those of its groups) and the site's counters.
+        """Return the site's encoded scores (after the last round, with those of its groups) and its counters.
 
         The vector is zero if any of these scores is not finite, and empty if no scores are summed.
         """
@@ -233,9 +233,9 @@ class MaskedAnswers:
         return message
 
     def _weighed(self, terms: Terms) -> Job:
-        """Return the run with the shares of the objective that follow from the numbers of samples in these terms.
+        """Return the run, with the shares of the objective that follow from the numbers of samples in these terms.
 
-        The shares are cached as long as the numbers of samples stay the same.
+        The shares are cached as long as the numbers of samples do not change.
         """
         if self._last is None or self._last[0] != terms.sizes:
             self._last = terms.sizes, terms.weighed(self._trainer.job, self._site.samples)

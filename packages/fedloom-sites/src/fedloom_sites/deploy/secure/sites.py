@@ -1,4 +1,4 @@
-"""The sites of a run under secure aggregation, as the server uses them. The server receives only sums (see `sums`)."""
+"""A run's sites under secure aggregation, as the server uses them. The server receives only sums (see `sums`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MaskedSites(Sites):
         return self._groups
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the sites, and yield the sum of their uploads. The server never learns any individual upload.
+        """Train at the sites, and yield the sum of the sites' uploads. The server never learns any individual upload.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
@@ -114,7 +114,7 @@ class MaskedSites(Sites):
         yield make_result(job, request.ids, session.clients, parts, shares, counts)
 
     def _tell_counts(self, t: int, clients: Collection[int], counts: AnswerCounts | None) -> None:
-        """Log how many sites have answered a round without using their samples.
+        """Log how many sites answered a round without using their samples.
 
         Raises:
             RunStopped: too many sites answered without using their samples, so the sites do not open the sum.
@@ -197,10 +197,10 @@ class MaskedSites(Sites):
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all connected sites in a separate session.
 
-        If this fails, the run continues without the scores. After the last round, the run instead waits for the sites.
+        If this fails, the run continues without the scores. After the last round, however, the run waits for the sites.
 
         Raises:
-            RunStopped: after the last round, too few sites answered. The run continues when these sites are back.
+            RunStopped: after the last round, too few sites answered. The run continues once these sites have returned.
         """
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
@@ -231,7 +231,7 @@ class MaskedSites(Sites):
     def _terms(
         self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
-        """Build the terms of a session."""
+        """Build a session's terms."""
         first, link = next(iter(asks.values()), None), self._sessions.find_link(t - (download is not None)).hex()
         digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
         return Terms(
@@ -279,7 +279,7 @@ class MaskedSites(Sites):
     def _check_cohort(self, terms: Terms) -> Weights:
         """Check whether the sites would open a sum of this cohort, and return the cohort's weights.
 
-        If the check fails, a different cohort is drawn.
+        If the check fails, a new cohort is drawn.
 
         Raises:
             GivenUp: the sites would not open a sum of this cohort, but may open one of a different cohort.

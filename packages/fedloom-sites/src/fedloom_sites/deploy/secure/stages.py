@@ -11,8 +11,9 @@ The server and the sites follow the same stages.
     count            MASKED           COUNTED     signatures of the sum's sites. Masked counters (`counters`)
     unmask           MASKED           REVEALED    signatures of the sum's sites, counters of all. Shares of secrets
 
-Between SHARED and MASKED, a site is at stage RECEIVED once it has read the shares of the other sites. If a message is
-repeated, the answer is the same. At REVEALED, a site's secrets have been deleted, and it answers only `unmask`.
+Between SHARED and MASKED, a site is at stage RECEIVED as soon as it has read the shares of the other sites. If a
+message is repeated, the answer is the same. At REVEALED, a site's secrets have been deleted, and it answers only
+`unmask`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STAGE_MOVES: Mapping[Kind, tuple[Stage, Stage]] = {
 """Earliest stage at which each kind of message is answered, and the stage that the message leads to."""
 
 REVEALED_ENTRY = "told"
-"""Key of the entry in a site's session record that contains the shares that the site has revealed."""
+"""Key under which a site's record of a session stores the shares that the site has revealed."""
 ENTRY_STAGES = {
     "advert": Stage.ADVERTISED, "shares": Stage.SHARED, "held": Stage.RECEIVED, "vector": Stage.MASKED,
     "arrived": Stage.AGREED, "counted": Stage.COUNTED, REVEALED_ENTRY: Stage.REVEALED,
@@ -65,10 +66,10 @@ class Progress(NamedTuple):
     stage: Stage = Stage.NEW
 
     def require_stage(self, stage: Stage) -> Progress:
-        """Check that the session has reached a stage and still stores its secrets, and return the session's progress.
+        """Check that the session has reached a stage and still stores its secrets, and return its progress.
 
         Raises:
-            Broken: the session has not reached the stage, or has ended.
+            Broken: the session has not yet reached the stage, or has ended.
         """
         if self.stage < stage or self.stage is Stage.REVEALED:
             raise Broken(
@@ -80,7 +81,7 @@ class Progress(NamedTuple):
         """Return the stage that follows a message of the given kind.
 
         Raises:
-            Broken: the session has not reached the stage for this message, or has ended.
+            Broken: the session has not yet reached the stage for this message, or has ended.
         """
         earliest, stage = STAGE_MOVES[kind]
         if kind == "unmask" and self.stage is Stage.REVEALED:
@@ -89,5 +90,5 @@ class Progress(NamedTuple):
 
 
 def progress_of(record: Mapping[str, object]) -> Progress:
-    """Return the stage that a site's record has reached."""
+    """Return the stage that a session has reached according to the site's record."""
     return Progress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))

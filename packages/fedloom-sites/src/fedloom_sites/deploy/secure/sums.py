@@ -31,14 +31,14 @@ from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
 
 MAX_ATTEMPTS = 3
-"""Maximum number of requests for a sum's shares before the server gives up."""
+"""Maximum number of requests for the shares of a sum before the server gives up."""
 
 Ask = Callable[[int, bytes], Request]
 """Function that maps a client and the other sites' sealed shares to the request for the client's vector."""
 
 
 Weights = Mapping[int, Sequence[float]]
-"""Every site's weights in the sums of a session (see `Terms.weights`)."""
+"""The weights of every site in the sums of a session (see `Terms.weights`)."""
 
 
 class Sum(NamedTuple):
@@ -46,7 +46,7 @@ class Sum(NamedTuple):
 
     Attributes:
         value: decoded sum. None if the sum stayed closed because of its counters.
-        clients: sites in the sum.
+        clients: the sites in the sum.
         traffic: number of bytes per site, up and down.
         counts: sums of the sites' counters (see `counters`). None in a session without counters.
     """
@@ -122,7 +122,7 @@ class SecureSums:
         return cohort
 
     def find_repeated(self, sums: Mapping[str, int]) -> PendingSum | None:
-        """Return the previously requested sum for one of these kinds and rounds, or None if there is none."""
+        """Return the sum that was already requested for one of these kinds and rounds, or None if there is none."""
         return self._unmasked.find_match(sums)
 
     def sum(
@@ -138,7 +138,7 @@ class SecureSums:
             weights: every site's weights in the sum (see `Terms.weights`).
             request: function that creates the request for a client's vector. Its arguments include the shares of the
                 other sites.
-            length: length of a vector.
+            length: number of values in a vector.
             read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
                 implausible.
             counted: True if the sites check the total of their counters before they open the sum of their vectors.
@@ -179,7 +179,10 @@ class SecureSums:
     # --------------------------------------------------------------------------------------- until shares are asked for
 
     def _collected(self, terms: Terms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
-        """Run all steps of a session except the last, and return the masked sum. Nothing is revealed at this point."""
+        """Run all steps of a session except the last, and return the masked sum.
+
+        Nothing has been revealed at this point.
+        """
         while True:
             cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._relay(terms, self._same_sites(terms, weights, cohort))
@@ -267,11 +270,11 @@ class SecureSums:
     ) -> bool:
         """Exclude sites that have provably violated the session, and return True if any site was excluded.
 
-        These sites stay excluded until the server is restarted.
+        These sites remain excluded until the server restarts.
 
         Args:
-            course: progress of the session.
-            session: session that all sites agree on.
+            course: the session's progress.
+            session: session on which all sites agree.
             accusations: signatures keyed by accusing and accused site.
             sealed: sealed shares keyed by sender and receiver.
         """
@@ -304,7 +307,7 @@ class SecureSums:
         return len(self._out) > before
 
     def _exclude_revealing(self, terms: Terms, clients: Collection[int]) -> list[int]:
-        """Return the sites that may be summed.
+        """Return the sites whose vectors may be summed.
 
         If the same models were already summed in a different round, return the sites in that sum.
 

@@ -33,7 +33,7 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, MOST_STEP
 from fedloom_sites.deploy.site.local_data import federation_of
 
 MAX_TERMS_BYTES = 1 << 18
-"""Maximum length of terms in bytes."""
+"""Maximum length, in bytes, of encoded terms."""
 
 Count = Annotated[int, Field(ge=0)]
 Bits = Annotated[str, Field(pattern=rf"^[0-9a-f]{{0,{MAX_FLAG_DIGITS}}}$")]
@@ -57,7 +57,7 @@ class AnalysisStep(Value):
 
     @classmethod
     def create(cls, analysis: str, step: int, content: bytes) -> AnalysisStep:
-        """Return the step of an analysis, with the bytes of its question.
+        """Return the step of an analysis, together with the bytes of its question.
 
         Raises:
             Broken: the question is too long for a message to the sites.
@@ -71,7 +71,7 @@ class AnalysisStep(Value):
 
     @property
     def message(self) -> bytes:
-        """Bytes of the question."""
+        """The question, as bytes."""
         return bytes.fromhex(self.content)
 
 
@@ -115,7 +115,7 @@ class Terms(Value):
     def model_digests(self) -> dict[str, str]:
         """Digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
 
-        It is empty if the sites receive no models.
+        It is empty if no models are sent to the sites.
 
         All steps of an analysis have the same digest, so all their sums cover the same sites.
         """
@@ -165,14 +165,14 @@ class Terms(Value):
         return bool(counts) and counts[-1] > most * (counts[-1] + sum(counts[:-1][: threshold - 1]))
 
     def weights(self, job: Job) -> dict[int, tuple[float, ...]]:
-        """Return each cohort site's weights in the sums, or zeros for a site without training samples.
+        """Return each cohort site's weights in the sums, which are zero for a site without training samples.
 
         For uploads, these are the site's weight in the mean if any field is averaged, and its share of the objective if
         any field is kept or accumulated over rounds. For an analysis, the weight is the number of rows at the site. For
         scores, all weights are equal, because `summed` checks the samples.
 
         Args:
-            job: run that `weighed` returned.
+            job: run returned by `weighed`.
         """
         if self.question is not None:
             counting = {c: (float(sum(self.sizes[c])),) for c in self.cohort}
@@ -195,7 +195,7 @@ class Terms(Value):
         return np.array([[bool(one >> k & 1) for k in range(count)] for one in self.bits(first)], dtype=bool)
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
-        """Return a site's run with the shares of the objective that are computed from all sites' numbers of samples."""
+        """Return a site's run, with the shares of the objective computed from all sites' numbers of samples."""
         fed = federation_of(samples, torch.tensor(self.sizes))
         return replace(job, alpha=shares_of(job.setting.client_weights, fed).to(job.oracle.dtype))
 
@@ -205,7 +205,7 @@ class Terms(Value):
         return float(weights[self.cohort.index(client)] / weights.max())
 
     def _weights(self, job: Job) -> Tensor:
-        """Return the weights in the cohort's mean, ``[m, 1]``."""
+        """Return the weights used for the cohort's mean, ``[m, 1]``."""
         ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
         return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
 
@@ -239,7 +239,7 @@ def check_summands(
 
     Args:
         weights: weights of every site (see `Terms.weights`).
-        clients: sites in the sum.
+        clients: the sites in the sum.
         threshold: minimum number of these sites that must have a weight.
         most: maximum share of the weight that one of these sites may have.
 
@@ -299,7 +299,7 @@ def check_terms(terms: Terms, client: int, sizes: Sequence[int], figures: str, c
         sizes: numbers of the site's training, validation and test samples.
         figures: metrics that the site's samples define.
         clients: number of sites in the experiment.
-        accepted: round of the state from which the site is asked to answer.
+        accepted: round of the state from which the site should answer.
 
     Raises:
         Broken: the terms are wrong. The message describes the error.
@@ -334,7 +334,7 @@ def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) 
     """Check that the received models are the models in the terms, so that they are the same at every site.
 
     Raises:
-        Broken: the received models are different.
+        Broken: the received models differ.
     """
     digests = [hashlib.sha256(m).hexdigest() for m in models]
     if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (

@@ -33,16 +33,15 @@ SCORE_BITS, MAX_SCORE_TOTAL = 16, 2.0**40
 """Scores times numbers of samples are summed as multiples of 2^-16, each of at most 2^40. The sum of 100 sites is below
 2^63 steps."""
 RATIO_STEP = 2.0**-3
-"""Step to which the product of a score and the number of samples is rounded, for scores that are not means over
-samples.
+"""Step to which a score times its number of samples is rounded, for scores that are not means over samples.
 
 Such a score is a ratio of counts, or a root. With a finer step, a sum over few sites would determine the value of each
 site.
 """
 MEAN_SCORES = {"loss", "brier", "mae", "deviance"}
-"""Scores that are means over samples, so that their sums are sums over the samples of all sites."""
+"""Scores that are means over samples, so that their sums are sums over all sites' samples."""
 UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
-"""Scores that a model can make undefined at individual sites. They are never summed."""
+"""Scores that a model can make undefined at some sites. They are never summed."""
 SUMMED_MODELS = ("global", "personal")
 """Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
 its scores and of the global model's scores would be of the sites alone that use their personal model."""
@@ -88,7 +87,7 @@ class UploadVector:
             before: rows that the sum currently contains for the site, as integers. None before the site's first upload.
             is_neutral: True for a neutral upload, with which the site keeps its state, so that no quantity that depends
                 on a state changes.
-            is_cut: True if the upload's norm was too large and has been reduced.
+            is_cut: True if the upload was scaled down because its norm was too large.
         """
         work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
@@ -160,7 +159,7 @@ class UploadVector:
         return sums, work, clipped
 
     def _select_sent(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
-        """Return the transmitted coordinates of a field."""
+        """Return those coordinates of a field that are transmitted."""
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
         return numbers
@@ -195,7 +194,7 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
 
 
 def bits_before(job: Job, groups: Sequence[str]) -> int:
-    """Return the number of a site's bits for metrics and groups, which precede its bits for analyses."""
+    """Return the number of a site's bits for metrics and groups, which come before its bits for analyses."""
     return len(ScoreVector(job).figures) + len(groups)
 
 
@@ -254,7 +253,7 @@ class ScoreVector:
         Args:
             scores: values ``[1]``.
             sizes: numbers of training, validation and test samples.
-            summed: flag for each of the `figures`, True if the metric is summed.
+            summed: for each of the `figures`, True if the metric is summed.
             weighs: True if a model's scores that belong to no part of the data are summed as well. These scores are
                 weighted by training samples.
         """
@@ -276,8 +275,8 @@ class ScoreVector:
     ) -> bool:  # fmt: skip
         """Return whether a site has scores, and all scores that are summed are finite and within the range of a sum.
 
-        The arguments are those of `encode`. If a model could make a score of single sites not finite, or a constant,
-        the sum would show the score of the other sites.
+        The arguments are those of `encode`. If a model could make a score constant, or not finite, at single sites, the
+        sum would reveal the score of the other sites.
         """
         wanted = {key for key, is_summed in zip(self.figures, summed, strict=True) if is_summed}
         return bool(scores) and all(

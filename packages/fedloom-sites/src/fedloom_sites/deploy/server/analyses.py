@@ -37,7 +37,7 @@ class AnalysisServer:
 
     Args:
         sites: sites of the run.
-        agreed: analysis that all sites have agreed on.
+        agreed: analysis on which all sites have agreed.
         folder: folder with the checkpoints.
         request: request for the models that the analysis reads. None if the analysis reads no models.
     """
@@ -92,7 +92,7 @@ class AnalysisServer:
         """Ask the sites a question, and return the sum, details of the sum, and the sites that were asked.
 
         Raises:
-            DataError: some sites cannot answer, and no other question would help.
+            DataError: some sites cannot answer, and asking a different question would not help.
         """
         name, place = self._agreed.name, len([*self._sums.glob(SUMS_PATTERN)])
         nothing = torch.zeros_like(bounds.low)
@@ -118,7 +118,7 @@ class AnalysisServer:
         return total, Info(len(got.clients), clipped, 0, rows), got.clients
 
     def _check_folder(self) -> None:
-        """Raise an error if the checkpoints contain steps in an earlier format.
+        """Raise an error if the checkpoints contain steps in an older format.
 
         Raises:
             ConfigError: the checkpoints contain steps in that format.

@@ -1,10 +1,10 @@
 """Retrieval of replies from Flower's server, object by object, up to a size limit for each kind of reply.
 
-Failed calls are retried for a while.
+Failed calls are repeated for some time.
 
-Flower sends identical parts of a message only once, and inserts them as often as the message specifies. While the
-objects arrive, the bytes of each object are therefore counted as many times as the message contains it. A reply that
-exceeds its limit is abandoned immediately.
+Flower sends identical parts of a message only once, and inserts each as often as the message specifies. While the
+objects arrive, the bytes of each object are therefore counted as often as the message contains it. A reply that exceeds
+its limit is abandoned immediately.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) ->
     """Reassemble a reply from its objects, and return it.
 
     Raises:
-        TooLong: the reply exceeds the limit in bytes.
-        ObjectPullError: a part does not arrive.
+        TooLong: the reply has more bytes than the limit.
+        ObjectPullError: a part has not arrived.
     """
     times = Counter(part.object_id for part in iterate_object_tree(tree))
     total, counting = 0, threading.Lock()
@@ -108,7 +108,7 @@ def _error(run_id: int, node: int, request_id: str, reason: str) -> Message:
 def call_with_retry(call: Callable[[], Iterable[T]], seconds: float) -> list[T]:
     """Call Flower's server, and return its answer.
 
-    The call is retried for ``seconds`` seconds if the server does not answer.
+    If the server does not answer, the call is retried for ``seconds`` seconds.
 
     Raises:
         RunStopped: the server does not answer.

@@ -3,9 +3,9 @@
 A round waits for a node as long as the median of the times that the other nodes took to answer in that round,
 multiplied by the server's `pace`. No node can therefore set the pace for the others. A node is marked as mute if it
 exceeds this time or a deadline, or if Flower reports its message as lost. The server still sends requests to a mute
-node, but no round waits for it until it answers a message. A site that has not answered for a number of rounds is
-treated as absent until it answers a greeting. Until then, the site receives one greeting at a time, but no models. The
-server ignores a rejected node for the number of seconds in `patience`.
+node, but no round waits for it until it answers a message. A site that has not answered for a certain number of rounds
+is treated as absent until it answers a greeting. Until then, the site receives greetings, one at a time, but no models.
+The server ignores a rejected node for `patience` seconds.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NodePresence(Roll):
         self._mute.pop(node, None)
 
     def silent(self, node: int) -> bool:
-        """Stop waiting for a node that has not answered in time, and return True if it was not mute before.
+        """Stop waiting for a node that has not answered in time, and return True if it was not yet mute.
 
         The result is False for a node that was already mute.
         """
@@ -104,7 +104,7 @@ class NodePresence(Roll):
         return new
 
     def longest_wait(self, times: Collection[float]) -> float:
-        """Return the time in seconds to wait for a node's answer.
+        """Return the time, in seconds, to wait for a node's answer.
 
         Args:
             times: times in seconds that the other nodes took to answer the same kind of message in this round.
@@ -115,7 +115,7 @@ class NodePresence(Roll):
         """Return the client that delayed a round and the other clients' median time in seconds, or None if none did.
 
         Args:
-            took: time in seconds that each client took to answer.
+            took: time that each client took to answer, in seconds.
         """
         client = max(took, key=lambda c: took[c], default=-1)
         rest = [seconds for c, seconds in took.items() if c != client]
@@ -123,15 +123,15 @@ class NodePresence(Roll):
         return (client, median(rest)) if is_slow else None
 
     def is_awaited(self, node: int, seconds: float, times: Collection[float]) -> bool:
-        """Return True if the server still waits for a node's answer after a number of seconds (see `longest_wait`)."""
+        """Return True if the server still waits for a node's answer after the given seconds (see `longest_wait`)."""
         return node not in self._mute and seconds <= self.longest_wait(times)
 
     def name(self, node: int) -> str:
-        """Return the name of a node's site, or the node's number if the node has never answered."""
+        """Return the name of a node's site, or the node's number if it has never answered."""
         client = self.client(node)
         return f"node {node}" if client is None or client not in self._members else self._members[client].site
 
     def reasons(self) -> dict[str, str]:
-        """Return the reasons why connected nodes do not participate, keyed by name."""
+        """Return the reasons why connected nodes do not participate, keyed by the nodes' names."""
         mute = {self.name(n): "does not answer" for n in self._mute}
         return mute | {self.name(node): why for node, (why, _) in self._refused.items()}

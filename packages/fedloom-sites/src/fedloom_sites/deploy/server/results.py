@@ -29,14 +29,14 @@ from fedloom_sites.deploy.settings import Server
 
 
 class Results:
-    """``experiment.toml``, ``{metrics,timings,partition}.parquet``, ``global.safetensors`` and ``summary.json``.
+    """Files ``experiment.toml``, ``{metrics,timings,partition}.parquet``, ``global.safetensors``, ``summary.json``.
 
     Args:
-        settings: settings of the server.
+        settings: the server's settings.
         experiment: experiment with one method and one seed.
 
     Raises:
-        CheckpointError: (any method) the disk is full or cannot be written to.
+        CheckpointError: (raised by any method) the disk is full or cannot be written to.
     """
 
     def __init__(self, settings: Server, experiment: Experiment) -> None:
@@ -80,7 +80,7 @@ class Results:
         """Write a summary of the run's progress or end, and of each site's participation.
 
         Args:
-            stop: reason why the run ended. None while the run continues.
+            stop: reason why the run ended. None while the run is still in progress.
             detail: explanation of the end.
             here: connected clients.
             diverged: round by which the run had diverged, if it nevertheless continued to its end.

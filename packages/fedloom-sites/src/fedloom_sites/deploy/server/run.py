@@ -1,4 +1,4 @@
-"""Server of a deployment, which runs the same rounds as a simulation, with clients that are real sites."""
+"""Server of a deployment, which runs the same rounds as a simulation, but whose clients are real sites."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Say = Callable[[str], None]
 STOP_PREFIX = "fedloom: stops: "
 """Beginning of the line that states why a run ended early."""
 STOP_FILE = "stop"
-"""File next to the server's audit log that requests the end of the run after the current round."""
+"""File, next to the server's audit log, that requests the end of the run after the current round."""
 STOP_HINT = "stopped by 'fedloom deploy stop'. To allow the next start: 'fedloom deploy stop FOLDER --undo'"
 FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with more rounds"
 
@@ -69,7 +69,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
 
     Args:
         grid: Flower's.
-        settings: settings of the server.
+        settings: the server's settings.
         say: function that prints a line.
 
     Returns:
@@ -124,15 +124,15 @@ def check_deployable(
     """Raise an error for settings that only simulations support or, if ``masked``, that need individual uploads.
 
     Args:
-        experiment: experiment to deploy.
+        experiment: experiment to be deployed.
         masked: True for a run with secure aggregation.
         start: True if the agreement contains the digest of the file with the initial model.
-        clients: number of sites in the experiment. None if the number is not known yet.
+        clients: number of sites in the experiment. None if the number is still unknown.
         verify: True if every site opens the masked sums itself (see `check_maskable`).
 
     Raises:
         ConfigError: the run cannot be deployed, or the schedule needs more sites than the experiment has. The message
-            contains the reason.
+            states the reason.
     """
     method = experiment.methods[0]
     if any(one.setting.attack is not None for one in experiment.methods):

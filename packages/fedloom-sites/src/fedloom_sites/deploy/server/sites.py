@@ -59,7 +59,7 @@ class Sites(StreamedClients):
         job: run on the server's side.
         forms: formats of the run's messages.
         transport: connection to the sites.
-        settings: settings of the server.
+        settings: the server's settings.
         group_sums: encoding of the sums over groups.
 
     Attributes:
@@ -83,7 +83,7 @@ class Sites(StreamedClients):
         self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
-        """Yield model, part, name and value of each metric that the sites have summed after a round."""
+        """Yield the model, part, name and value of each metric that the sites have summed after a round."""
         yield from ()
 
     def groups(self) -> list[GroupScore]:
@@ -94,7 +94,7 @@ class Sites(StreamedClients):
         """Train at the sites, and return every client's output.
 
         Raises:
-            RunStopped: fewer sites than the quorum answered in time.
+            RunStopped: fewer sites than the quorum have answered in time.
         """
         forms = self._forms
         pending, self._pending = self._pending, None
@@ -144,7 +144,7 @@ class Sites(StreamedClients):
         self._transport.give_up(client)
 
     def score_each(self, request: ScoreRequest) -> Mapping[int, dict[str, float]]:
-        """Return scores that arrived with the training, or request them from sites that are not training now.
+        """Return the scores that arrived with the training, or request them from sites that are not training now.
 
         After the last round, every site computes scores.
         """
@@ -160,7 +160,7 @@ class Sites(StreamedClients):
         """Return the terms that are common to all steps of an analysis.
 
         Args:
-            name: name of the analysis.
+            name: the analysis's name.
             request: request for the models that the analysis reads. None if the analysis reads no models.
         """
         cohort, transport = sorted(self._transport.nodes), self._transport

@@ -43,14 +43,14 @@ class Transport:
 
     Args:
         grid: Flower's.
-        settings: settings of the server.
-        audit: log of every reply.
+        settings: the server's settings.
+        audit: log in which every reply is recorded.
         say: function that prints a line.
 
     Attributes:
         members: sites that may participate, keyed by client.
-        presence: record of the connected sites.
-        figures: metrics that the samples of every site define. Empty if scores are not summed.
+        presence: record of which sites are connected.
+        figures: metrics that are defined by every site's samples. Empty if scores are not summed.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
@@ -97,11 +97,11 @@ class Transport:
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
-        """Greet nodes until all sites are connected, or until the patience runs out and the quorum is connected.
+        """Greet nodes until all sites are connected, or until the patience runs out while the quorum is connected.
 
         Args:
             everyone: description of the part of the run that needs every site's number of samples. Empty if the quorum
-                suffices.
+                is sufficient.
 
         Raises:
             RunStopped: too few sites are connected.
@@ -163,13 +163,12 @@ class Transport:
         Unanswered requests are repeated until ``need`` replies have arrived.
 
         A site that could not write to its disk receives the same request again, up to `MAX_REPEATS` times, even if
-        enough other sites have answered. A reply to a request that asks only for scores is not counted towards
-        ``need``.
+        enough other sites have answered. A reply to a request for scores only does not count towards ``need``.
 
         Args:
             round: round of the run.
             requests: by client.
-            need: number of replies below which the run stops.
+            need: minimum number of replies; with fewer replies, the run stops.
             wanted: clients that receive requests until the patience runs out, even if enough other clients have
                 answered.
         """
@@ -277,7 +276,7 @@ class Transport:
 
     @property
     def awaited(self) -> set[int]:
-        """Clients whose answer to a posted request is still expected."""
+        """Clients whose answers to a posted request have not yet arrived."""
         return {pending.client for pending, _ in self._posted.values() if pending.client is not None}
 
     def arrived(self) -> tuple[dict[int, Reply], set[int]]:

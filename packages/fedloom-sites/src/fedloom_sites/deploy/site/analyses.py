@@ -7,8 +7,8 @@ nor the length, nor the number of messages.
 
 Across experiments on data with the same name, a site remembers which experiments have requested an analysis, and which
 subjects are in each set of rows that an analysis sums. Two analyses of sets that differ by only a few subjects would
-reveal these subjects. In that case, a site answers only the first of them. A site records each set of rows, and whether
-it will answer, before it answers.
+reveal these subjects. In that case, a site answers only the first of these analyses. A site records each set of rows,
+and whether it will answer, before it answers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_RESULT_BYTES = 1 << 26
 
 
 class SiteAnswer(NamedTuple):
-    """A site's answer to a step.
+    """A site's answer to one step.
 
     Attributes:
         vector: the site's sums as integers, or zeros.
@@ -66,7 +66,7 @@ class SiteAnswer(NamedTuple):
 
 
 class SiteAnalyses:
-    """A site's part in the analyses of an experiment.
+    """A site's part in an experiment's analyses.
 
     Args:
         trainer: object that trains at the site and provides its samples.
@@ -105,7 +105,7 @@ class SiteAnalyses:
 
     @cached_property
     def _rows(self) -> ClientRows:
-        """The site's rows, from its training, validation and test parts."""
+        """The rows of the site's training, validation and test parts."""
         trainer, client = self._trainer, self._trainer.site.client
         if not part_sizes(trainer.fed, client)[0]:
             return empty_rows(next(iter(self.agreed.values())).schema, client)
@@ -180,7 +180,7 @@ class SiteAnalyses:
         return self._folder / f"{stem_of(name)}{STEPS_FILE_END}"
 
     def _attach_models(self, terms: Terms, models: Sequence[bytes]) -> ClientRows:
-        """Return the site's rows together with the final models of the run, as functions of the inputs."""
+        """Return the site's rows, together with the run's final models as functions of the inputs."""
         trainer, ids = self._trainer, self._trainer.ids
         job, _ = trainer.attach_local_data(terms.bases[trainer.site.client], trainer.job)
         down, shared = trainer.node.receive(models, common=terms.common)
@@ -241,10 +241,10 @@ class SiteAnalyses:
         return bool(rows == first)
 
     def _remember(self, one: AgreedAnalysis) -> None:
-        """Record in the site's memory of the data that this experiment requests the analysis.
+        """Record, in the site's memory of the data, that this experiment requests the analysis.
 
         Raises:
-            Broken: the maximum number of experiments have already requested the analysis.
+            Broken: as many experiments as permitted have already requested the analysis.
         """
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
@@ -293,7 +293,7 @@ class SiteAnalyses:
         return record or {"asked": {}, "salt": secrets.token_hex(16)}
 
     def _digest(self) -> str:
-        """Return the digest of the rows, or the digest of nothing if the rows cannot be read."""
+        """Return the digest of the rows, or that of no rows if the rows cannot be read."""
         try:
             rows = self._rows
             cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)
@@ -304,7 +304,7 @@ class SiteAnalyses:
 
 
 def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:
-    """Return the name of an analysis and its result, with the columns of its table, from a message.
+    """Return an analysis's name, its result, and the columns of its table, all read from a message.
 
     Raises:
         WireError: the message is not a result.

@@ -1,8 +1,8 @@
 """A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
 
-If approval is required, the site trains only after approval. The sender of an agreement names the data, and this name
-determines which of its records a site uses for them. A site therefore keeps the name under which it first used each
-source of samples.
+If approval is required, the site does not train before it is given. The sender of an agreement names the data, and this
+name determines which of its records a site uses for them. A site therefore continues to use the name under which it
+first used each source of samples.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ APPROVAL_FILE, NAMES_FILE = "approved.json", "data-names.json"
 def approve(site: Site, digest: str) -> Path:
     """Approve the run described in a site's settings, and return the path of the file that records the approval.
 
-    The file contains the digest and the time.
+    The file contains the digest and the time of the approval.
 
     Raises:
         ConfigError: the digest belongs to a different run.
@@ -38,7 +38,7 @@ def approve(site: Site, digest: str) -> Path:
 
 
 def check_approved_digest(site: Site, digest: str) -> None:
-    """Raise an error if a digest differs from the digest of the site's settings.
+    """Raise an error if a digest differs from that of the site's settings.
 
     Raises:
         ConfigError: the digests differ. The message contains both digests.
@@ -48,7 +48,7 @@ def check_approved_digest(site: Site, digest: str) -> None:
 
 
 def check_approved(site: Site) -> None:
-    """Raise an error if a site's settings require approval but the run was not approved.
+    """Raise an error if a site's settings require approval, but the run was not approved.
 
     Raises:
         ConfigError: the run was not approved, or the agreed settings differ from the approved ones.
@@ -69,8 +69,9 @@ def check_approved(site: Site) -> None:
 def check_data_name(site: Site, *, remembers_answers: bool = False) -> None:
     """Raise an error if an agreement renames data whose sums, budgets or answers the site remembers.
 
-    The first agreement that uses a source determines its name. If the site has memories of data without a source (of an
-    earlier version of fedloom, or because the list of names was lost), a new source takes one of their names.
+    The first agreement that uses a source determines the source's name. If the site has memories of data without a
+    source (from an earlier version of fedloom, or because the list of names was lost), a new source takes one of their
+    names.
 
     Args:
         site: the site's settings.

@@ -19,9 +19,9 @@ from fedloom_sites.deploy.site.state import SiteState
 from fedloom_sites.deploy.site.trainer import Trainer
 
 MODEL_MESSAGES = ("ask", "train", "score", "analysis")
-"""Kinds of messages with models that a site answers individually. Under masks, the kinds are `masked` and `tally`."""
+"""Kinds of messages with models that a site answers individually. Under masks, these kinds are `masked` and `tally`."""
 IN_RUN = "in the whole run"
-"""Key of the record's entry that counts the models of each kind that were answered in the whole experiment."""
+"""Key of the entry in the record that counts, for each kind, the models answered in the entire experiment."""
 
 
 class AskedTooOften(RunDirError):
@@ -34,7 +34,7 @@ class AskedModels:
     Args:
         site: settings of the site, which include the agreed limit.
         memory: the site's state on disk.
-        trainer: the site's run, which gives the number of rounds.
+        trainer: the site's run, from which the number of rounds is taken.
     """
 
     def __init__(self, site: Site, memory: SiteState, trainer: Trainer) -> None:
@@ -45,7 +45,7 @@ class AskedModels:
         """Record the models in a message of kind ask, train or score before the site answers it.
 
         Raises:
-            AskedTooOften: the message would exceed the number of models for a round or for the run.
+            AskedTooOften: the message would exceed the number of models that is allowed in a round or in the run.
         """
         self._enter(_models(envelope))
 
@@ -57,7 +57,7 @@ class AskedModels:
             accepted: round of the state from which the site answers.
 
         Raises:
-            AskedTooOften: the request would exceed the number of models for a round or for the run.
+            AskedTooOften: the request would exceed the number of models that is allowed in a round or in the run.
         """
         models = dict[tuple[str, int], str]()
         if terms.trains:

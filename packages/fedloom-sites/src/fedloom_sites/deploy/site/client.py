@@ -47,8 +47,8 @@ class Client:
 
     Args:
         site: the site's settings.
-        fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
-            settings.
+        fed: samples of the site, if they have already been read. None if the samples are read from the source in the
+            site's settings.
 
     Attributes:
         trainer: object that trains and scores models at the site.
@@ -90,7 +90,7 @@ class Client:
             _ = self.trainer.samples, self.trainer.forms
 
     def answer(self, message: Message) -> Message:
-        """Return the `reply` to a message, again as a message."""
+        """Return the `reply` to a message in the form of a message."""
         return Message(self.reply(message.content), reply_to=message)
 
     def reply(self, content: RecordDict) -> RecordDict:
@@ -98,9 +98,9 @@ class Client:
 
         If the site cannot write to its disk, the reply says so, and the server may send the same message again.
 
-        The reply contains the reason only if the reason reveals no value of a sample. Under differential privacy or
-        secure aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the
-        reason appears only in the site's log.
+        The reply contains the reason only if it reveals no value of a sample. Under differential privacy or secure
+        aggregation, the reason must also come from code that reads no samples (`PublicReason`). Otherwise, the reason
+        appears only in the site's log.
         """
         head: dict[str, Any] = {}
         secret, reason = False, ""

@@ -1,4 +1,4 @@
-"""Detect signs that a model was crafted to reveal samples in an upload."""
+"""Detect signs that a model was crafted so that an upload reveals samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def norms_of(job: Job, down: Any) -> list[float]:
 
 
 def check_change(most: float | None, norms: Sequence[float], before: Sequence[float], where: str) -> None:
-    """Raise an error if the norms of a model differ too much from those of the previous model.
+    """Raise an error if a model's norms differ too much from those of the previous model.
 
     The check reads no samples.
 
@@ -64,8 +64,8 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
         job: the site's run.
         down: message that the site received.
         t: round.
-        ids: number of the site ``[1]``.
-        tokens: number of tokens in the vocabulary. A layer with one column per token is not checked.
+        ids: the site's number ``[1]``.
+        tokens: number of tokens in the vocabulary. A layer that has one column for each token is not checked.
 
     Raises:
         RefusedModel: a layer contains too many such units.

@@ -35,7 +35,7 @@ class SiteGroups:
 
     @cached_property
     def members(self) -> Mapping[str, Tensor]:
-        """Test samples in each published group (see `GroupSums.members`)."""
+        """Test samples that belong to each published group (see `GroupSums.members`)."""
         trainer, client = self._trainer, int(self._trainer.ids)
         is_scored = trainer.sends_groups and self.sums.groups and part_sizes(trainer.fed, client)[2]
         return self.sums.members(trainer.fed, client) if is_scored else {}
@@ -51,7 +51,7 @@ class SiteGroups:
             t: round.
             scores: scores on the site's parts of the data, which decide whether the hybrid model is the global or the
                 personal model.
-            common: True if the global model is scored.
+            common: True if the global model is also scored.
         """
         if t != self._trainer.rounds or not self.members or not scores:
             return {}

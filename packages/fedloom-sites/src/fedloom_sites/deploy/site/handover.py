@@ -1,13 +1,13 @@
 """Handover of messages from Flower's short-lived processes to the site's permanent process.
 
-Flower starts one process per message. This process imports neither PyTorch nor the experiment. It opens a Unix socket
-to the permanent process (see `warm`), starts that process if it is not running, and hands over one message. Whichever
+Flower starts a new process for each message. This process imports neither PyTorch nor the experiment. It opens a Unix
+socket to the permanent process (see `warm`), which it starts if necessary, and passes a single message to it. Whichever
 process holds the lock on `warm.lock` is the site's process. The lock is inherited together with the socket, so there is
 only one such process even if many messages arrive at once.
 
 Each process checks which user runs the other process, and whether both have the same digest of version and settings. A
 permanent process whose digest differs ends. In each direction, a message is preceded by its length, encoded in eight
-bytes. A message that does not arrive in full is not answered.
+bytes. A message that does not arrive completely receives no answer.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 
 SOCKET_FILE, SOCKET_LOCK_FILE, SITE_LOG_FILE = "warm.sock", "warm.lock", "warm.log"
 MAX_SOCKET_PATH_BYTES = 100
-"""Maximum length in bytes of the path of a Unix socket. Operating systems allow 104 bytes or more."""
+"""Maximum length, in bytes, of a Unix socket's path. Operating systems allow 104 bytes or more."""
 HANDOVER_MAGIC = b"fedloom1"
 SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
 OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
-"""Environment variable with the ID of the site's network process. The variable is inherited by all processes that this
-process starts."""
+"""Environment variable that contains the ID of the site's network process. The variable is inherited by all processes
+that this process starts."""
 START_SECONDS = 10.0
-"""Time in seconds within which the site's process must be found or started. Otherwise, the answer is an error."""
+"""Time, in seconds, within which the site's process must be found or started. Otherwise, the answer is an error."""
 CONNECT_INTERVAL_SECONDS = 0.05
 MAX_LOG_BYTES = 1 << 20
-"""Size in bytes above which a new process starts a new log file."""
+"""Size of the log file, in bytes, above which a new process starts a new file."""
 
 
 class NoAnswer(FedloomError):
-    """Error: the site's process ended, or could not be started.
+    """Error: the site's process has ended or could not be started.
 
-    The state on the site's disk is the state before the message.
+    The state on the site's disk remains as it was before the message.
     """
 
 
@@ -58,14 +58,14 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
     Args:
         site_file: file with the settings of the site.
-        content: content of the message.
-        owner: ID of the process with which the site's process ends. None for the site's network process if the
+        content: the message's content.
+        owner: ID of the process on whose end the site's process also ends. None for the site's network process if the
             environment contains its ID, otherwise for the process that started this one.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder does not belong to the site.
-        RunDirError: the disk with the site's state does not support file locks.
-        NoAnswer: no answer arrived. If the process had ended, a new one has been started.
+        RunDirError: the disk that holds the site's state does not support file locks.
+        NoAnswer: no answer has arrived. If the previous process had ended, a new one has been started.
     """
     key, state = key_of(site_file), state_folder(site_file)
     begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
@@ -84,7 +84,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process and the process that starts its tasks, then become the site's network process.
+    """Start a site's process and the process that starts its tasks, and then become the site's network process.
 
     Both processes end when the network process ends.
 
@@ -152,7 +152,7 @@ def receive(line: socket.socket, size: int) -> bytes:
 
 
 def receive_sized(line: socket.socket) -> bytes:
-    """Receive bytes that are preceded by their number, and return them.
+    """Receive bytes that are preceded by their number, and return the bytes.
 
     Raises:
         ConnectionError: fewer came.
@@ -167,7 +167,7 @@ def send_sized(line: socket.socket, content: bytes, before: bytes = b"") -> None
 
 
 def place(state: Path) -> Path:
-    """Return the path of the socket: in the state's folder, or in a short private folder if that path is too long.
+    """Return the socket's path: in the state's folder, or in a short private folder if that path is too long.
 
     Raises:
         ConfigError: a folder belongs to a different user, or other users can write to it.
@@ -239,7 +239,7 @@ class _Begin:
 
 
 def _open_descriptor(path: Path, flags: int) -> int:
-    """Open a file of the state, creating it if necessary, and return the file's descriptor.
+    """Open a file of the state, creating the file if necessary, and return its descriptor.
 
     Raises:
         ConfigError: the path is not a regular file, or the file cannot be written to.
@@ -251,7 +251,7 @@ def _open_descriptor(path: Path, flags: int) -> int:
 
 
 def _connected(path: Path) -> socket.socket | None:
-    """Connect to the process, and return the socket. Return None if nothing is listening."""
+    """Connect to the process, and return the socket. Return None if no process is listening."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         line.connect(str(path))

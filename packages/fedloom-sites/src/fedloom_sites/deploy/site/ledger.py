@@ -3,17 +3,17 @@
 An entry is always written before the noise is drawn, and never afterwards.
 
 A crash between the entry and the release uses up budget, although nothing was released. If a round is requested again,
-the site answers with the reply that it has stored, so no new noise is added and the round is not counted again. A round
-that must be computed again because its download differs is counted again.
+the site answers with the reply that it has stored, so no new noise is added and the round is not counted again. If a
+round must be computed again because its download differs, it is counted again.
 
 Each line contains its number and the SHA-256 of the previous line. A line that a crash has cut short remains part of
 the chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than the number of
-releases in the state next to the ledger, or lacks a round that the server has accepted, the spent budget is unknown,
-and nothing more is released.
+releases in the state next to the ledger, or lacks a round that the server has accepted, it is unknown how much was
+spent, and nothing more is released.
 
-A site's limit applies to its data: the epsilon and delta of several experiments add up, so the epsilon that other
-experiments have spent on data with the same name is included. The site's memory of these data stores the epsilon of
-every ledger.
+A site's limit applies to its data: the epsilon and delta of several experiments add up, so it includes the epsilon that
+other experiments have spent on data with the same name. The site's memory of these data stores the epsilon of every
+ledger.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Ledger:
 
     Args:
         folder: folder with the ledger.
-        noise: noise that the accounting covers. None if there is no delta.
-        limit: epsilon that must never be exceeded. None for no limit.
+        noise: noise that the accounting covers. None if no delta is set.
+        limit: value that epsilon must never exceed. None for no limit.
         who: owner of the budget, as named in messages.
         least: minimum number of releases that the ledger must list, according to the state stored next to it.
         accepted: round whose release the server has accepted, or 0 if there is none.

@@ -37,8 +37,7 @@ HASHED_SAMPLES = 4096
 def site_federation(experiment: Experiment, site: Site) -> Federation:
     """Return the federation in which only client ``site.client`` has samples, namely the site's.
 
-    A site whose source contains no samples receives a federation without samples: it trains nothing, but receives the
-    model.
+    If a site's source contains no samples, its federation is empty: the site trains nothing, but receives the model.
 
     Raises:
         DataError: the data cannot be read, or a sample does not fit the experiment.
@@ -88,7 +87,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
 
 
 def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
-    """Return a federation with known sizes, in which all samples are the same blank sample.
+    """Return a federation of known size in which all samples are the same blank sample.
 
     Args:
         samples: description of a sample.
@@ -114,7 +113,7 @@ def check_samples(site: Site, data: Dataset) -> None:
     """Raise an error if data do not fit the experiment.
 
     Raises:
-        DataError: the data contradict the experiment. The message describes both of them.
+        DataError: the data are inconsistent with the experiment. The message describes both of them.
         ConfigError: the data contradict the experiment in a way that reveals no value of a sample, so that the server
             may see the message.
     """
@@ -156,10 +155,10 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
 
 
 def check_patients(site: Site, source: Source, data: Dataset) -> None:
-    """Raise an error if a site has fewer rows than agreed, in total or in a class.
+    """Raise an error if a site has fewer rows than agreed, either in total or in a class.
 
     Raises:
-        DataError: the site has too few rows. The message contains the actual and the required number of rows.
+        DataError: the site has too few rows. The message states the actual and the required number of rows.
     """
     agreement = getattr(source, "agreement", None)
     if agreement is not None:
@@ -206,7 +205,7 @@ def _reorder_classes(data: Dataset, samples: InputSpec) -> Dataset:
 def seated(fed: Federation, client: int, seat: int, train_sizes: Tensor) -> Federation:
     """Return a federation of n clients in which client ``client`` is renumbered to ``seat``.
 
-    The samples of this client also stand in for those of all other clients.
+    The samples of this client are also used in place of those of all other clients.
 
     Args:
         fed: federation.

@@ -47,7 +47,7 @@ def owned(folder: Path) -> list[Owned]:
     Sites without a model are omitted.
 
     Raises:
-        ConfigError: the folder contains no site.
+        ConfigError: the folder does not contain a site.
         CheckpointError: a file is damaged.
     """
     files = [folder / "site.toml"] if (folder / "site.toml").exists() else sorted(folder.glob("sites/*/site.toml"))
@@ -89,7 +89,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
 def _trained(one: Owned, experiment: Experiment) -> TrainedModel:
     """Return a site's model for scaled samples, with batch statistics from the site's training part.
 
-    The site computes its scores in a round in the same way, so no statistics are sent.
+    The site's scores in a round are computed in the same way, so no statistics are sent.
 
     Raises:
         ConfigError: the model uses batch statistics, but the site has no samples.
@@ -151,7 +151,7 @@ def _chosen(folder: Path, kind: str | None) -> Owned:
 
 
 def _row(one: Owned) -> Tensor:
-    """Return a site's model ``[d]`` from disk.
+    """Return a site's model ``[d]``, read from disk.
 
     Raises:
         LayoutError: the file is damaged, or the path is not a regular file.
@@ -161,7 +161,7 @@ def _row(one: Owned) -> Tensor:
 
 
 def new_rows(folder: Path) -> NewData:
-    """Return the options for reading new rows at a site, which are the same as for the site's data."""
+    """Return the options with which a site reads new rows, which are the same as for the site's data."""
     return NewData(read_site(folder / "site.toml").data)
 
 
@@ -170,7 +170,7 @@ def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
 
     Args:
         folder: folder of the site.
-        kind: as in `used`.
+        kind: see `used`.
     """
     one = _chosen(folder, kind)
     setting, samples = read_agreed(one.site).methods[0].setting, one.site.samples
@@ -195,7 +195,7 @@ def importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, f
 
     Args:
         folder: folder of the site.
-        kind: as in `used`.
+        kind: see `used`.
 
     Raises:
         ConfigError: no such model exists, the site has too few test samples, or the samples are not rows of a table.
@@ -236,7 +236,8 @@ def export_state_dict(one: Owned, out: Path, *, force: bool = False) -> Path:
 
     Args:
         one: a site and its model.
-        out: folder for the file. A model that fedloom wrote to the same path earlier is replaced.
+        out: folder to which the file is written. If fedloom wrote a model to the same path earlier, this model is
+            replaced.
         force: True to replace even a file of a different kind.
 
     Returns:

@@ -26,12 +26,12 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
         job: the site's run. Only its shares of the objective are used, which are public.
         down: message that the site received.
         t: round.
-        ids: number of the site ``[1]``.
+        ids: the site's number ``[1]``.
         idle: upload that determines the shapes of the arrays.
 
     Returns:
-        The upload, in which numbers that are not finite are replaced by zeros. All numbers are zero if the method needs
-        samples to compute the upload.
+        The upload, in which numbers that are not finite are replaced by zeros. If the method needs samples to compute
+        its upload, all numbers are zero.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:

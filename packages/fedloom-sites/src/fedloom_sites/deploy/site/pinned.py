@@ -2,11 +2,11 @@
 
 On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine could then
 fetch the site's tasks from the port over which its processes communicate. The site's network process and the process
-that starts its tasks share random bytes, which are generated anew at each start. This module is the program that a task
-runs: Flower's program, but with fedloom's app.
+that starts its tasks share random bytes, which are generated anew at each start. This module is the program run by a
+task: Flower's program, but with fedloom's app.
 
 Neither process imports Flower's command-line programs where functions of Flower are sufficient. The process that starts
-tasks is forked before the network process starts a thread, so that both processes share Flower's modules in memory.
+tasks is forked before the network process starts a thread, so that the two processes share Flower's modules in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def start_executor(words: Sequence[str], folder: Path) -> int:
 
     Args:
         words: command of the site's network process, which contains the port and the secret's file.
-        folder: folder with the experiment's state at the site, to which the program of the tasks is written.
+        folder: folder with the experiment's state at the site, to which the tasks' program is written.
     """
     from fedloom_sites.flwr_adapter import disable_process_dumping, run_superexec
 

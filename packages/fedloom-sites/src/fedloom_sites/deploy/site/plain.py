@@ -1,4 +1,4 @@
-"""Answers of a site without secure aggregation, so that the server reads its uploads and scores individually."""
+"""Answers of a site without secure aggregation, where the server reads its uploads and scores individually."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedloom_sites.deploy.site.state import Generation
 from fedloom_sites.deploy.site.trainer import Trained, Trainer
 
 Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
-"""Further fields in the head of a reply, its arrays, and its metrics."""
+"""Additional fields in a reply's head, its arrays, and its metrics."""
 
 
 class PlainAnswers:
@@ -52,7 +52,7 @@ class PlainAnswers:
         """Return the answer to a message in a round.
 
         Raises:
-            FedloomError: the site has no answer. The message contains the reason.
+            FedloomError: the site has no answer. The message states the reason.
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
         if head["kind"] == "analysis":
@@ -108,7 +108,7 @@ def single(arrays: list[bytes]) -> bytes:
     """Return the only array in a message.
 
     Raises:
-        WireError: the message contains no array, or more than one.
+        WireError: the message does not contain exactly one array.
     """
     if len(arrays) != 1:
         raise WireError(f"expected 1 array, got {len(arrays)}")

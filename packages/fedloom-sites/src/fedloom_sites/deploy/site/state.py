@@ -2,9 +2,9 @@
 
 A generation is the state after a round, together with the reply that the site sent: ``round-000012.state``. A
 generation is pending until the next message from the server names it as accepted. ``accepted.json`` stores the accepted
-generation and the previously accepted one, so that the site can follow a server that went back by one generation. A
-second request for a round receives the stored reply, so nothing is trained again, no noise is added again, and nothing
-is released again.
+generation and the previously accepted one, so that the site can follow a server that went back by one generation. If a
+round is requested again, the site sends the stored reply, so nothing is trained again, no noise is added again, and
+nothing is released again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedloom.storage.files import discard, explained
 DIGEST_BYTES = hashlib.sha256().digest_size
 MODEL_FILE = "model.safetensors"
 ACCEPTED_FILE, SAMPLES_FILE = "accepted.json", "samples.json"
-"""Files with the rounds that the server has named as accepted, and with the digest of the samples."""
+"""Files that store the rounds named as accepted by the server, and the digest of the samples."""
 T = TypeVar("T")
 
 
@@ -73,7 +73,7 @@ class SiteState:
         notes: sentences about files found damaged or missing since the object was created.
 
     Raises:
-        CheckpointError: (any method) the disk is full or cannot be written to.
+        CheckpointError: (raised by any method) the disk is full or cannot be written to.
     """
 
     def __init__(self, folder: Path, experiment: str, client: int) -> None:
@@ -89,13 +89,13 @@ class SiteState:
     def settle(self, accepted: int) -> Generation | None:
         """Return the generation that the server accepted, or None (which stands for the template) if none was accepted.
 
-        The accepted generation becomes the site's state. The site ignores any other pending generation. If the accepted
-        generation is missing (because of a damaged file or a lost disk), the last accepted generation that is available
-        replaces it, otherwise the template. In both cases, `notes` gets a sentence about it. The newest accepted state
-        that is available stays on the disk together with its model.
+        The accepted generation becomes the site's state. The site ignores all other pending generations. If the
+        accepted generation is missing (because of a damaged file or a lost disk), the last accepted generation that is
+        available replaces it, otherwise the template. In both cases, `notes` gets a sentence about it. The newest
+        accepted state that is available stays on the disk together with its model.
 
         Raises:
-            Rewound: the server went back beyond the previously accepted round.
+            Rewound: the server went back to a round before the previously accepted one.
         """
         current, previous, held = self._accepted_rounds()
         if accepted < current and accepted != previous:
@@ -189,7 +189,7 @@ class SiteState:
     def keep(self, new: Generation) -> None:
         """Store a pending generation durably.
 
-        Then delete all generations except those that may still be needed.
+        All generations are then deleted, except those that may still be needed.
         """
         make_folder(self.folder)
         about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
@@ -253,7 +253,7 @@ class SiteModel(NamedTuple):
 
 
 def models(state: Path) -> list[SiteModel]:
-    """Return the latest model of every experiment in a site's state folder.
+    """Return the latest model of every experiment whose state is in a site's folder.
 
     Raises:
         CheckpointError: a file is damaged.

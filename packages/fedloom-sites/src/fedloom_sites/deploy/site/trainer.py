@@ -55,7 +55,7 @@ class Trained(NamedTuple):
     """What a round at a site produces.
 
     Attributes:
-        output: data that the site sends and keeps.
+        output: data that the site sends and data that it keeps.
         is_neutral: True if this is the output after zero steps, because the site's result must not leave the site.
     """
 
@@ -76,13 +76,13 @@ only the message of a `PublicReason`.
 
 
 class Trainer:
-    """A run at one site.
+    """A run at a single site.
 
     Args:
         site: the site's settings.
         memory: the site's state on disk.
-        fed: samples of the site, if they have already been read. None to read the samples from the source in the site's
-            settings.
+        fed: samples of the site, if they have already been read. None if the samples are read from the source in the
+            site's settings.
 
     Attributes:
         site: settings of the site.
@@ -123,7 +123,7 @@ class Trainer:
 
     @cached_property
     def samples(self) -> str:
-        """Digest of the samples. The digest does not leave the site."""
+        """Digest of the site's samples. The digest never leaves the site."""
         return samples_digest(self.fed, self.site.client)
 
     @cached_property
@@ -157,7 +157,7 @@ class Trainer:
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
-        """Load the state that the server accepted into a run, and return the run and the state."""
+        """Load into a run the state that the server accepted, and return the run and the state."""
         with publish_reasons():
             state = self._memory.settle(accepted)
         self.node.load_state(job, None if state is None else state.tensors)
@@ -176,7 +176,7 @@ class Trainer:
     ) -> Generation:
         """Train for a round, and return the generation that results.
 
-        A repeated request receives the stored generation.
+        If a request is repeated, the stored generation is sent.
 
         Args:
             job: run from `attach_local_data`.
@@ -311,13 +311,13 @@ class Trainer:
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """Compute the scores of round ``t``, or return {} for a negative round. A failure is recorded in a note.
 
-        If the disk cannot store the latest model, however, the site sends no answer.
+        However, if the latest model cannot be stored on the disk, the site sends no answer.
 
         Args:
             job: run from `attach_local_data`.
             models: messages from the server that contain models.
             t: round.
-            common: True if the global model is scored.
+            common: True if the global model is also scored.
         """
         return self.attempt(f"round {t}", lambda: self._score(job, models, t, common)) or {} if t >= 0 else {}
 
@@ -368,7 +368,7 @@ class Trainer:
         return "per-site" if self.site.secure is None else self.site.secure.scores
 
     def log_privately(self, reason: str) -> str:
-        """Write a reason to the site's log, and return a message for the server that does not state the reason."""
+        """Write a reason to the site's log, and return a message for the server that omits the reason."""
         sys.stderr.write(
             f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} fedloom: site {self.site.site}: {printable(reason)}\n"
         )

@@ -1,9 +1,9 @@
 """A site's permanent process, which answers messages one by one and keeps data and model in memory.
 
 `handover` starts the process, and passes it a listening socket and the lock that prevents a second process. The process
-ends when its owner ends, or when the site's settings or the version change. If it is killed at any moment, nothing is
-lost, because everything relevant is on disk before an answer leaves the site. The process reads its data again whenever
-a data file has changed.
+ends when its owner ends, or when the site's settings or the version change. Nothing is lost if it is killed, because
+everything relevant is on disk before an answer leaves the site. The process reads its data again whenever a data file
+has changed.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from fedloom_sites.flwr_adapter import decode_records, encode_records
 MAX_HEAD_BYTES = 1 << 20
 """Maximum number of bytes in a message in addition to its arrays."""
 MAX_WATCHED_FILES = 10_000
-"""Maximum number of files in a data set that are watched for changes. A larger data set is read again for every
+"""Maximum number of a data set's files that are watched for changes. A larger data set is read again for every
 message."""
 LOOK_INTERVAL_SECONDS = 5
 """Time in seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
-"""Time in nanoseconds within which a changed file may change again without a new modification time."""
+"""Time, in nanoseconds, within which a changed file may change again without a new modification time."""
 
 
 class Warm:
-    """A site's answers, with the required data cached in memory.
+    """A site's answers, for which the required data are cached in memory.
 
     Args:
         site: the site's settings.
@@ -79,7 +79,7 @@ class Warm:
             self._fresh().prepare()
 
     def _fresh(self) -> Client:
-        """Return the client, newly created if a file has changed."""
+        """Return the client, which is created anew if a file has changed."""
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
@@ -89,7 +89,7 @@ class Warm:
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
-"""Path, inode, size, and times of content and inode changes in nanoseconds, for every file."""
+"""For each file: path, inode, size, and the times in nanoseconds at which its content and its inode changed."""
 
 
 def stamp(site: Site) -> Stamp | None:
@@ -125,7 +125,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def serve(listener: socket.socket, site_file: Path) -> None:
-    """Answer messages until the settings differ from those at the start."""
+    """Answer messages until the settings differ from those with which the process started."""
     key, site = key_of(site_file), read_site(site_file)
     warm = Warm(site)
     warm.prepare()

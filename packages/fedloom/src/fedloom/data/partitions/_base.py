@@ -72,7 +72,10 @@ class Partition(Value):
         "drawn with seed s div folds",
     )
     max_train_per_client: int | None = Field(
-        default=None, ge=1, description="maximum number of training samples kept per client (FedACS, Table 2: 50)"
+        default=None,
+        ge=1,
+        description="maximum number of training samples kept per client, or of subjects if the data have subjects "
+        "(FedACS, Table 2: 50)",
     )
     min_size: int = Field(default=1, ge=1, description="minimum number of samples per client")
     pool: bool = Field(

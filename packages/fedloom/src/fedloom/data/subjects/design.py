@@ -16,6 +16,8 @@ from fedloom.data.tables import level
 from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
+MAX_COMPARED_SUBJECTS = 100_000
+"""Maximum number of subjects in memory whose names are compared, which takes about a second."""
 SAMPLE_ROLES = ("subject", "order", "strata")
 """Values that each sample in memory may have. In a table, rows may also be marked explicitly as test rows."""
 
@@ -37,6 +39,7 @@ class Design:
         held_out: bool mask ``[N]`` of the rows that are marked as test rows. None if the partition chooses the test
             parts.
         names: columns from which these values were read, keyed by option, such as ``{"subject": "patient_id"}``.
+        doubts: notes on subjects in memory that may be the same, or unknown.
     """
 
     subject: Tensor | None = None
@@ -44,6 +47,7 @@ class Design:
     strata: Tensor | None = None
     held_out: Tensor | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    doubts: tuple[str, ...] = ()
 
     def wrong(self, rows: int) -> list[str]:
         """Return one sentence for each error in the design of a data set with this number of rows."""
@@ -124,7 +128,7 @@ class Design:
             rows: indices of the clients' rows ``[k]``.
             owner: client of each row ``[k]``.
         """
-        notes = []
+        notes = [*self.doubts]
         if self.subject is not None:
             subjects, total = len(np.unique(self.units)), len(self.units)
             notes.append(
@@ -168,6 +172,8 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:
         return None
+    from fedloom.data.sources.table.checks import doubtful_levels  # the package of sources needs designs
+
     for name, value in arrays.items():
         if value.shape != (rows,):
             raise DataError(f"{place}: {name} has shape {value.shape} for {rows} samples. Give one value per sample")
@@ -175,12 +181,16 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
             raise DataError(
                 f"{place}: {name} is missing for some samples. Give a value for each sample, or remove those samples"
             )
-    design = dict[str, Tensor]()
+    design, doubts = dict[str, Tensor](), tuple[str, ...]()
     for name in ("subject", "strata"):
         if name in arrays:
             array = arrays[name]  # 1, 1.0 and " 1" are one subject, as in a table
             array = np.array([level(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
-            design[name] = torch.from_numpy(np.unique(array, return_inverse=True)[1].astype(np.int64))
+            levels, codes = np.unique(array, return_inverse=True)
+            design[name] = torch.from_numpy(codes.astype(np.int64))
+            if name == "subject" and len(levels) <= MAX_COMPARED_SUBJECTS:
+                coded = codes.astype(np.float64), tuple(map(level, levels.tolist()))
+                doubts = tuple(doubtful_levels({"subject": coded}, "", "subject"))
     if "order" in arrays:
         order = arrays["order"]
         if order.dtype.kind == "M":
@@ -190,7 +200,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
                 f"{place}: `order` must contain finite numbers or dates (datetime64), got {arrays['order'].dtype}"
             )
         design["order"] = torch.from_numpy(order.astype(np.float64))
-    return Design(design.get("subject"), design.get("order"), design.get("strata"))
+    return Design(design.get("subject"), design.get("order"), design.get("strata"), doubts=doubts)
 
 
 def is_absent(value: object) -> bool:

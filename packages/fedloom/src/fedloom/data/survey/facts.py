@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import QUANTITY_PATTERN
-from fedloom.data.survey.people import personal
+from fedloom.data.survey.people import names_subject, personal
 from fedloom.data.tables import is_number, number_of
 
 Kind = Literal["number", "text", "date", "empty"]
@@ -55,23 +55,15 @@ MAX_ANSWER_CODES = 7
 ID_NAME_PATTERN = re.compile(
     r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row|rownames|rownum|obs|observation)([_\W]|$)|"
     r"(^|[_\W])(num|numero|numéro|record|seq|sequence|serial|counter|line|zeile|ligne|fila|linha|riga)$|"
-    r"^(rn|pk|sn|s\.?no\.?|column1|spalte1|v1|#|№|n[°º]|序号|编号|番号|번호)$|[a-z]I[dD]$|[a-z](nummer|nr)$",
+    r"^(rn|pk|sn|s\.?no\.?|column1|spalte1|v1|#|№|n[°º]|序号|编号|番号|번호)$|(?-i:[a-z]I[dD]$|[a-z](N[or]|Number|Num)$)|"
+    r"[a-z](?<!wave)(nummer|nr|number)$|barcode$",
     re.IGNORECASE,
 )
 """Pattern for names of columns that contain row numbers and other identifiers."""
 NAMELESS_PATTERN = re.compile(
     r"|unnamed(: ?\d+(\.\d+)*)?(_level_\d+)?|index|level_\d+|\.\.\.1|row\.?_?names?|(?-i:X(\.\d+)*)", re.IGNORECASE
 )
-"""Pattern of the headers that pandas and R write for row names."""
-PERSON_NAME_PATTERN = re.compile(
-    r"(^|[_\W])(patient|pat|subject|subj|person|individual|participant|case|proband|member|family|household|couple|litter|twin|pid|mrn|uid|id|user|animal|pig"
-    r"|patid|hadm|stay)s?([_\W]|\d*$|(id|nr|no)$)",
-    re.IGNORECASE,
-)
-"""Pattern for names of columns that identify patients or similar units, whose rows belong together."""
-ID_NAMES = re.compile(r"(^|[_\W])(id|uuid|guid|key|mrn)([_\W]|$)|[a-z]I[dD]$", re.IGNORECASE)
-"""Pattern for names of columns that contain identifiers. The names that match other patterns may also belong to columns
-that contain counts."""
+"""Pattern of headers that pandas and R write for row names."""
 BIRTH_NAME_PATTERN = re.compile(r"birth|dob|born|geb|naissance|nacimiento|nascita|death|dod\b|died", re.IGNORECASE)
 """Pattern for names of dates of a person (such as birth) that do not indicate when a row was recorded."""
 MOST_ALONE = 0.9
@@ -233,7 +225,7 @@ class ColumnProfile:
         if self.kind == "text":
             return True
         counts = n == len(self.values) and self.values.min() in (0, 1) and is_permutation(self.values)
-        return self.whole and different == n and (counts or bool(ID_NAME_PATTERN.search(self.name)))
+        return self.whole and different == n and (counts or names_rows(self.name))
 
     @cached_property
     def groups(self) -> NDArray[np.int64]:
@@ -328,6 +320,15 @@ def is_permutation(values: NDArray[np.float64]) -> bool:
     return len(ordered) > 1 and bool((np.diff(ordered) == 1).all()) and bool(ordered[0] == np.floor(ordered[0]))
 
 
+def names_rows(name: str) -> bool:
+    """Return True if the name of a column means a row number or another identifier.
+
+    >>> [names_rows(n) for n in ("id", "PolicyNumber", "patientid", "Fallnr", "amount_paid", "wavenumber")]
+    [True, True, True, True, False, False]
+    """
+    return bool(ID_NAME_PATTERN.search(name)) or names_subject(name)
+
+
 def row_number(name: str, values: NDArray[np.float64]) -> bool:
     """Return True if a column only numbers the rows, so that all a model could learn from it is the order of the rows.
 
@@ -339,7 +340,7 @@ def row_number(name: str, values: NDArray[np.float64]) -> bool:
         values: values ``[N]``, which are NaN for missing cells.
     """
     n, unnamed = len(values), NAMELESS_PATTERN.fullmatch(name) is not None
-    if n < 3 or not (unnamed or ID_NAME_PATTERN.search(name)) or not (values == np.floor(values)).all():
+    if n < 3 or not (unnamed or names_rows(name)) or not (values == np.floor(values)).all():
         return False
     if values.min() in (0, 1) and is_permutation(values):
         return n >= 10 or (unnamed and bool((np.diff(values) == 1).all()))
@@ -362,8 +363,7 @@ def repeats(name: str, levels: Collection[object], rows: int) -> bool:
         levels: distinct cells.
         rows: number of rows whose cell is not missing.
     """
-    named = PERSON_NAME_PATTERN.search(name) or ID_NAMES.search(name)
-    return bool(named) and MAX_FEW_LEVELS < len(levels) <= MOST_ALONE * rows
+    return names_subject(name) and MAX_FEW_LEVELS < len(levels) <= MOST_ALONE * rows
 
 
 def time_unit(name: str, levels: NDArray[np.float64]) -> str:

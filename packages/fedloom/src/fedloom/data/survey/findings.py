@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from fedloom.data.subjects.copies import near_copies
 from fedloom.data.subjects.equal import numbers_rows
 from fedloom.data.survey.facts import (
-    ID_NAME_PATTERN,
     LEVELS_TOO,
     MAX_FEW_LEVELS,
     MISSING_TOKENS,
@@ -18,6 +17,7 @@ from fedloom.data.survey.facts import (
     answers,
     extremes,
     is_permutation,
+    names_rows,
     repeats,
     row_number,
     time_unit,
@@ -158,7 +158,7 @@ def _numbered(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         if values.min() in (0, 1) and is_permutation(values):
             span = f"{values.min():g} to {values.max():g}"
             yield f"column {name!r} counts from {span}, one value per row. If it numbers rows, name it in drop"
-        elif ID_NAME_PATTERN.search(name):
+        elif names_rows(name):
             yield f"column {name!r} differs in every row and has the name of a row number. Name it in drop"
     elif column.names and len(levels) >= MIN_NAMING_SHARE * count:
         yield (

@@ -41,12 +41,39 @@ NAME_COLUMNS = words(
     "apellidos cognome sobrenome apelido voornaam achternaam imie nazwisko fornamn efternamn fornavn etternavn "
     "efternavn etunimi sukunimi soyad soyadi имя фамилия отчество фио 姓名 氏名 이름 الاسم שם"
 )
-"""Names of columns that contain names of people, in lower case and without spaces and accents."""
+"""Names of columns with names of people, in lower case and without spaces and accents."""
+PERSON_WORDS = (
+    "patient(en)?|pat|pt|subject|subj|person|individual|participant|respondent|case|proband(en)?|pseudonym|member|family|"
+    "household|couple|litter|twin|user|animal|pig|paciente|paziente|pacjent|pasient"
+)
+"""Alternatives of a pattern: words for people and similar units whose rows belong together."""
+NUMBERED_WORDS = (
+    "customer|client|employee|student|account|policy|record|fall|versicherten|kunden|mitarbeiter|mitglieds|matrikel"
+)
+"""Alternatives of a pattern: words that mean a person or case next to a word for a number or identifier."""
+RECORD_WORDS = "stay|icustay|hadm|visit|admission|encounter|sample|specimen|accession|barcode|child|infant|donor"
+"""Alternatives of a pattern: words that mean an identifier only next to ``id``. A visit number may be a count."""
+PERSON_WORD_PATTERN = re.compile(
+    rf"u?({PERSON_WORDS})((id|nr|no|num|number|nummer|key)s?)?|pid|mrn|uid|ids?|seqn|(icu)?stayid|hadmid"
+)
+"""Pattern of a word that means a person or the identifier of a person. Plurals, as in ``cases``, are counts."""
+ID_WORD_PATTERN = re.compile(
+    rf"ids?|uuid|guid|mrn|pid|uid|seqn|u?({PERSON_WORDS}|{NUMBERED_WORDS}|{RECORD_WORDS})(id|key)s?|"
+    rf"({NUMBERED_WORDS})(nr|no|number|nummer)"
+)
+"""Pattern of a word that means an identifier wherever it occurs in a name."""
+NUMBER_WORDS = words("no nr num number nummer key")
+"""Last words of a name that mean an identifier if the word before means a person or record."""
+NEUTRAL_WORDS = words("id ids name names code codes no nr num number key of the study index label fake hash")
+"""Words next to a word for a person or site that leave its meaning unchanged.
+
+Any other word, as in hospital_expire_flag, may change the meaning.
+"""
 POSSIBLE_NAME_WORDS = words("name nom nome naam ad namn navn nimi patient person doctor physician nurse arzt medecin")
 """Names of columns that may contain names of people, depending on their cells."""
 CONTACT_WORDS = {
-    "phone numbers": "phone phonenumber telephone telefon telefonnummer telefono telefone telefoon tel mobile mobil "
-    "mobilenumber cellphone handy handynummer fax whatsapp puhelin contact contactnumber contactno "
+    "phone numbers": "phone phonenumber telephone telefon telefonnummer tlf telefono telefone telefoon tel mobile "
+    "mobil mobilenumber msisdn imei cellphone handy handynummer fax whatsapp puhelin contact contactnumber contactno "
     "contactnr kontakt kontaktnummer rufnummer contacto contatto celular cellulare телефон 电话 電話",
     "email addresses": "email emailaddress mail mailaddress correo courriel почта 邮箱",
     "addresses": "address streetaddress homeaddress street strasse straße anschrift adresse adres direccion domicilio "
@@ -184,6 +211,8 @@ def personal(name: str, cells: Mapping[str, int], rows: int) -> str:
         return "email addresses"
     lone = bool(ends & LONE_NAME_COLUMNS) or plain in ("patient", "person")
     few = lone or plain in POSSIBLE_NAME_WORDS
+    if len(texts) >= MIN_NAMES and _share(TITLE_PATTERN, texts) >= MIN_PATTERN_SHARE:
+        return "names of people"
     if text and len(texts) >= (MIN_NAMES if few else MIN_PATTERN_CELLS) and (kind := _find_names(texts, lone)):
         return kind
     mostly = different >= MIN_DISTINCT_SHARE
@@ -237,18 +266,45 @@ def name_words(name: str) -> frozenset[str]:
     >>> sorted(name_words("patientLastName2"))
     ['last', 'lastname', 'name', 'patient', 'patientlast', 'patientlastname']
     """
-    parts = _split_name(name)
+    parts = split_name(name)
     return frozenset("".join(parts[k:end]) for k in range(len(parts)) for end in range(k + 1, k + 4)[: len(parts) - k])
 
 
-def _split_name(name: str) -> list[str]:
+def names_subject(name: str) -> bool:
+    """Return True if the name of a column means an identifier of people, stays or similar units.
+
+    >>> [names_subject(n) for n in ("patient", "CaseNumber", "policy_no", "userid", "hadm_id")]
+    [True, True, True, True, True]
+    >>> [names_subject(n) for n in ("uric_acid", "case_load", "cases", "household_income", "stay", "visit")]
+    [False, False, False, False, False, False]
+    """
+    parts = split_name(name)
+    numbered = len(parts) > 1 and parts[-1] in NUMBER_WORDS
+    return (
+        any(map(ID_WORD_PATTERN.fullmatch, parts))
+        or names_person(name)
+        or parts == ["key"]
+        or (numbered and bool(re.fullmatch(f"{PERSON_WORDS}|{NUMBERED_WORDS}", parts[-2])))
+    )
+
+
+def names_person(name: str) -> bool:
+    """Return True if a name can only mean a number that identifies a person, unlike ``stays_in_week_nights``."""
+    parts, neutral = split_name(name), NEUTRAL_WORDS | {"stay", "hadm", "icustay"}
+    return any(map(PERSON_WORD_PATTERN.fullmatch, parts)) and all(
+        p in neutral or PERSON_WORD_PATTERN.fullmatch(p) for p in parts
+    )
+
+
+def split_name(name: str) -> list[str]:
+    """Return the words in a name such as ``hospital_id`` or ``hospitalId``, each as in `plain_name`."""
     split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return [plain_name(word) for word in re.split(r"[\W\d_]+", split) if word]
 
 
 def _last_words(name: str) -> frozenset[str]:
-    """Return the last word in the name of a column, and up to three last words joined, without a final "name"."""
-    parts = _split_name(name)
+    """Return the last word in the name of a column, and up to three joined last words, without a final "name"."""
+    parts = split_name(name)
     ends = [parts, parts[:-1]] if parts and parts[-1] in POSSIBLE_NAME_WORDS else [parts]
     return frozenset("".join(end[-k:]) for end in ends for k in (1, 2, 3) if end)
 

@@ -20,7 +20,7 @@ from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import Classification
+from fedloom.tasks import Binary, Chosen, Classification, MultiLabel
 from fedloom.values import kind_of
 
 UNSEEDED_CURE = "Equal runs differ. Draw from ctx.rng(purpose), which the seed determines"
@@ -180,11 +180,19 @@ def _normalised(setting: Setting, oracle: Network, server: Fields) -> list[str]:
 
 
 def _softmax_twice(oracle: Network) -> list[str]:
-    """Note that the model ends with a softmax although the loss already applies a softmax."""
-    last = [*oracle.module.modules()][-1]
-    if not isinstance(last, nn.Softmax) or not isinstance(oracle.task, Classification):
+    """Note that the model ends with a softmax or sigmoid although the loss already applies one."""
+    task = oracle.task
+    if isinstance(task, Chosen):
+        if task.objective.loss is not None:
+            return []
+        task = task.base
+    if isinstance(task, Classification) and oracle.returns_probabilities:
+        what = "softmax"
+    elif isinstance(task, Binary | MultiLabel) and isinstance([*oracle.module.modules()][-1], nn.Sigmoid):
+        what = "sigmoid"
+    else:
         return []
-    return ["the model ends with a softmax, and the loss applies another one to its outputs. Leave it out of the model"]
+    return [f"the model ends with a {what}, and the loss applies another one to its outputs. Leave it out of the model"]
 
 
 def _note_changed_values(oracle: Network) -> list[str]:

@@ -127,6 +127,7 @@ class Fused(TermNetwork):
                 layer.inplace = False
         if not isinstance(self.module, Bodied):  # such layers neither draw by themselves nor write parameters
             self.hides_randomness, self.draws_evaluated, self.mixes_samples, self.overwritten = False, False, False, ()
+            self.returns_probabilities = False
         self.linear = {name: Linear.create(self.layout, name) for name, layer in steps if isinstance(layer, nn.Linear)}
         below = {f"{name}.{part}" for name in self.linear for part in ("weight", "bias")}
         self.above = Above(self.module, self.layout, task, below) if isinstance(self.module, Bodied) else None

@@ -34,6 +34,7 @@ from fedloom.local.oracles.probes import (
     hides_randomness,
     mixes_samples,
     reached_mask,
+    returns_probabilities,
     spread_samples,
     unregistered_modules,
     written_parameters,
@@ -344,6 +345,11 @@ class Network(Oracle):
     def mixes_samples(self) -> bool:
         """True if the outputs for a sample depend on the other samples of a batch."""
         return mixes_samples(self._module, self.fed)
+
+    @cached_property
+    def returns_probabilities(self) -> bool:
+        """True if the outputs for a sample are at least 0 and add up to 1."""
+        return returns_probabilities(self._module, self.fed)
 
     @property
     def unregistered(self) -> Sequence[str]:

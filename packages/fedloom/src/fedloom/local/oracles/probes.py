@@ -79,6 +79,17 @@ def mixes_samples(module: nn.Module, fed: Federation) -> bool:
     return equal == [True, False, True]
 
 
+def returns_probabilities(module: nn.Module, fed: Federation) -> bool:
+    """Return True if the outputs for a sample are at least 0 and add up to 1, as after a softmax."""
+    try:
+        with preserve_rng():
+            outputs = _tried(_probe(module, fed).eval(), fed)
+    except Exception:  # of a user's code for this sample: the run names it if it uses it
+        return False
+    far = (outputs.sum(-1) - 1).abs() > MIXED_TOLERANCE
+    return outputs.ndim == 2 and outputs.shape[1] > 1 and not bool((outputs < 0).any() or far.any())
+
+
 def unregistered_modules(module: nn.Module) -> list[str]:
     """Return the names of layers and parameters that are only in plain lists and dicts, where torch finds none."""
     registered, names = {*map(id, module.modules()), *map(id, module.parameters())}, list[str]()

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
     from fedloom.tasks.kinds import OwnLoss
 
+GROWING_FACTORS = 1e4, 1e6
+"""Factors of the outputs, for finding out whether a loss falls in proportion to them."""
+
 
 class Samples:
     """Training samples of a batch.
@@ -257,7 +260,41 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> list[str]:
             rule="loss-is-a-sum",
             fix="make {task.loss} return the mean over the batch",
         )
+    if _is_unbounded(task.objective.loss, outputs, y):
+        raise ConfigError(
+            f"task: loss {name!r} has no lower bound on the outputs of this model: larger outputs make it more "
+            "negative, whatever the class, as with the negative of a loss, or with nll_loss on logits",
+            rule="loss-is-unbounded",
+            fix="make {task.loss} a loss that is at least 0 for logits, such as cross_entropy, or end the model with "
+            "LogSoftmax",
+        )
     return unseeded + [f"loss {name!r}"] * _is_unseeded(task.objective.loss, "loss", outputs, y)
+
+
+def _is_unbounded(loss: Function, outputs: Tensor, y: Tensor) -> bool:
+    """Return True if a loss of classes falls without limit when the outputs grow.
+
+    Each sample has the class with its largest output, and then the class with its smallest output. Probabilities and
+    their logarithms cannot grow.
+    """
+    if y.is_floating_point() or y.ndim != 1 or not len(y):
+        return False
+    if outputs.shape[1] > 1:
+        one = torch.ones(()).to(outputs)
+        if any(torch.allclose(p.sum(-1), one) and bool((p >= 0).all()) for p in (outputs, outputs.exp())):
+            return False
+        outputs = outputs - outputs.mean(1, keepdim=True)
+        targets = outputs.argmax(1), outputs.argmin(1)
+    else:
+        targets = outputs[:, 0] > 0, outputs[:, 0] <= 0
+    values = list[float]()
+    for target in targets:
+        for factor in GROWING_FACTORS:
+            try:
+                values.append(number(loss, "loss", factor * outputs, target.to(y.dtype)))
+            except CodeError:  # of targets that the loss does not accept
+                return False
+    return any(b < 10 * a < 0 for a, b in (values[:2], values[2:]))
 
 
 def _is_unseeded(function: Function, what: str, outputs: Tensor, y: Tensor) -> bool:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS, Cells, shortened
 from fedloom.data.sources.table.levels import Agreed, alike, natural
+from fedloom.data.survey.facts import MISSING_TOKENS, SENTINEL_PATTERN
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
@@ -285,15 +286,23 @@ def doubtful(
     yield from notes
 
 
-def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
-    """Yield notes on levels that are similar, on a label that has a single class, and on classes without rows.
+def doubtful_levels(coded: Mapping[str, Coded], label: str, subject: str | None = None) -> Iterator[str]:
+    """Yield notes on similar levels, on a label with a single class, and on classes without rows.
 
     Args:
         coded: columns of levels, keyed by column name.
-        label: name of the label, which is also contained in `coded` if it has classes.
+        label: name of the label, which is contained in `coded` if it has classes.
+        subject: name of the column of the subjects, or None.
     """
     for name, column in coded.items():
         counts = rows_of_levels(column)
+        if name == subject and (unknown := _unknown_subjects(counts)):
+            shown = ", ".join(f"{shortened(level)} ({counts[level]} rows)" for level in unknown[:MAX_SHOWN_LEVELS])
+            yield (
+                f"column {name!r}: {shown} may mean that the subject is unknown, but now counts as one subject. If so, "
+                "leave such rows out, or, if no other column contains the value, name it in missing, with unlabelled = "
+                "'drop'"
+            )
         if same := alike(counts):
             yield (
                 f"column {name!r} has levels that are written differently but seem the same: {same}. "
@@ -314,6 +323,19 @@ def doubtful_levels(coded: Mapping[str, Coded], label: str) -> Iterator[str]:
         elif absent:
             more = " and more" if len(absent) > MAX_SHOWN_LEVELS else ""
             yield f"the label {name!r} is {', '.join(map(shortened, absent[:MAX_SHOWN_LEVELS]))}{more} in no row"
+
+
+def _unknown_subjects(counts: Mapping[str, int]) -> list[str]:
+    """Return the names of subjects that are common markers of missing cells.
+
+    A number such as -1 or 999, or a marker of at most three letters, which may be initials, must have more than twice
+    as many rows as any subject with another name.
+    """
+    marked = [name for name in counts if name.lower() in MISSING_TOKENS]
+    sure = [name for name in marked if len(name) > 3 or not any(map(str.isalnum, name))]
+    likely = {*marked} - {*sure} | {name for name in counts if name == "0" or SENTINEL_PATTERN.fullmatch(name)}
+    most = max((rows for name, rows in counts.items() if name not in likely and name not in sure), default=0)
+    return [*sure, *(name for name in counts if name in likely and counts[name] > 2 * most > 0)]
 
 
 def _columns(names: Sequence[str]) -> str:

@@ -413,5 +413,5 @@ class _Reading:
         yield from self.design.notes()
         yield from checks.doubtful({**columns, **targets}, {*self.numeric, *agreed, *targets}, self.problems.first)
         coded = {name: column for name, column in coded.items() if name not in targets}
-        yield from checks.doubtful_levels(coded, self.label)
+        yield from checks.doubtful_levels(coded, self.label, self.design.subject)
         yield from self._survey_notes(coded)
