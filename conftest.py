@@ -221,13 +221,23 @@ def _of_torch() -> tuple[object, ...]:
     )
 
 
+SEEN_PACKAGES = dict[str, object]()
+"""Packages of fedloom-sites by name, and the number of all modules, when they were last looked through."""
+
+
 @pytest.fixture(autouse=True)
 def _packages_know_their_modules() -> None:
     """Set modules of fedloom-sites as attributes of their packages again, for patches by dotted name.
 
     Flower's programs drop the packages of an app from `sys.modules`, so a package can be imported anew without them.
+    The modules are looked through only after a change: there are thousands.
     """
+    if {"": len(sys.modules)} | {name: sys.modules.get(name) for name in SEEN_PACKAGES if name} == SEEN_PACKAGES:
+        return
+    SEEN_PACKAGES.clear()
     for name in [name for name in sys.modules if name.startswith("fedloom_sites.")]:
         package, _, module = name.rpartition(".")
         if package in sys.modules and module not in vars(sys.modules[package]):
             setattr(sys.modules[package], module, sys.modules[name])
+        SEEN_PACKAGES[package] = sys.modules.get(package)
+    SEEN_PACKAGES[""] = len(sys.modules)

@@ -44,6 +44,7 @@ TERMS = {
     "dbe": "a forward pass for the mean representation of every batch, and a term on it: one forward and one backward "
     "pass of the body by autograd per step",
     "equitable-fl": "k-means and silhouettes of the clients at the server: independent of d, milliseconds per round",
+    "fedacs": "cosine similarities of all pairs of m models, at the server: 2 m^2 d per round",
     "fedamp": "distances of all pairs of m models, at the server: 2 m^2 d per round",
     "fedas": "alignment of the body to prototypes, and Fisher information: a second forward and backward pass by "
     "autograd in the steps of the alignment",
@@ -66,6 +67,7 @@ TERMS = {
     "pfedfda": "11 mixtures of Gaussians of k features in two folds: 22 solutions of k x k systems per client and "
     "round, 2/3 k^3 each, and an eigendecomposition",
     "power-of-choice": "losses of candidates before every round: a forward pass per sample",
+    "q-ffl": "the loss of the received model on the training part: a forward pass per sample",
 }
 """What costs in the methods above the limit, by their papers: floating-point operations per client, where the term has
 a simple count. d parameters, k features, c classes, m clients of a cohort."""

@@ -42,6 +42,8 @@ CORRECTED_TEXT = (
     "FedSLR are 30 points higher, and five seeds are too few to settle this difference. |\n| Attack, two classes per "
     "client, unequal amounts and five more: use local training or FedAvg | Five seeds cannot rule out a gain of 3 "
     "points. The page now shows the number of seeds that can. |\n"
+    "| Strong label skew: use pFedMe, which is better than the baseline | With eight instead of five seeds, the gain "
+    "of pFedMe is inconclusive, and FedSLR is better. |\n"
     '| Methods "level with the best", and the method with the least traffic among them | A difference that is not '
     "significant is not proof of equality, and the page stated no margin. |\n"
     "| Clients under attack: FedACS has the best mean, 93.2 ± 1.6 % | By default, FedACS now counts models with the "
