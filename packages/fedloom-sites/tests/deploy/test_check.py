@@ -20,6 +20,7 @@ from fedloom_sites.deploy.ops import check, keys
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.plan import plan
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, write_checked
 from fedloom_sites.deploy.setting_files import read_site, text_of
 from fedloom_sites.deploy.site.local_data import part_sizes, site_federation
 from tests.deploy.sessions import secured
@@ -377,3 +378,17 @@ def test_a_site_that_may_be_too_large_for_a_sum_is_warned(tmp_path):
     assert notes("small", 1, client_weights=given)[0] == []
     more = notes("more", 0, {"max_share": 0.85}, client_weights=given)[0]
     assert [("max_share = 0.85" in one, "this site has 82%" in one) for one in more] == [(True, False), (False, True)]
+
+
+def test_a_site_is_told_what_an_unusual_agreement_reveals_and_that_it_stays_neutral(tmp_path):
+    def notes(name, agreed=None):
+        here = secured(tmp_path / name, "fedavg", agreed=agreed, client_weights="uniform")
+        site = here.sites[1]
+        if name == "turned":
+            write_checked(site.memory_folder / OPENED_FILE, {"experiments": {}, "neutral": True, "turns": 3})
+        return [f.sentence for f in check._share(site, 9)]
+
+    assert notes("usual") == []
+    assert "changes = 99 and steady = 3 let the server compute differences" in notes("changes", {"changes": 99})[0]
+    assert "changes = 4 and steady = 1 let the server" in notes("steady", {"steady": 1})[0]
+    assert "this site sends only neutral uploads from now on" in notes("turned")[0]

@@ -329,6 +329,20 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
     assert dict(settings(texts["fedloom-srv-fl-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
 
 
+def test_deployments_of_a_site_can_share_its_memory(planned, tmp_path):
+    """One folder, which the settings name and to which the unit and the container may write."""
+    yaml, place = pytest.importorskip("yaml"), Location(home="/srv/fl", memory="/srv/memory")
+    write_directory(planned, tmp_path / "new", place)
+    folder = tmp_path / "new" / "sites" / "site-1"
+    assert read_site(folder / "site.toml").memory == Path("/srv/memory")
+    unit = dict(settings((folder / "fedloom-srv-fl-site.service").read_text()))
+    assert unit["ReadWritePaths"].split() == ["/srv/fl/site/state", "/srv/fl/site/flower", "/srv/memory"]
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    assert services["site"]["volumes"] == ["./:/srv/fl/site", "/srv/memory:/srv/memory"]
+    server = yaml.safe_load((tmp_path / "new" / "server" / "compose.yaml").read_text())["services"]["superlink"]
+    assert server["volumes"] == ["./:/srv/fl/server"]
+
+
 def test_a_site_starts_with_what_its_file_says_then(ready, monkeypatch):
     """Without a new unit: a server or a port that was corrected is what the next start uses."""
     file = ready / "sites" / "site-1" / "site.toml"
@@ -423,15 +437,18 @@ def test_the_command(experiment, tmp_path):
         (["--sites", "4", "--method", "flame"], "has 3 clients, but 4 sites"),
         (["--method", "flame", "--proxy-port", "70000"], "proxy_port"),
         (["--method", "flame", "--host", "no host"], "host"),
+        (["--method", "flame", "--memory", "shared memory"], "memory: must begin with /"),
     ):
         bad = init(*words)
         assert (bad.exit_code, out.exists()) == (2, False), bad.output
         assert sentence in bad.output
-    done = init("--sites", "3", "--method", "flame", "--rounds", "9", "--host", "192.0.2.1", "--quorum", "3")
+    shared = ("--memory", "/m")
+    done = init("--sites", "3", "--method", "flame", "--rounds", "9", "--host", "192.0.2.1", "--quorum", "3", *shared)
     assert done.exit_code == 0, done.output
     assert f"fedloom deploy local {out}" in done.output
     server = read_server(out / "server" / "server.toml")
     assert (server.quorum, server.public) == (3, "192.0.2.1:8443")
+    assert read_site(out / "sites" / "site-0" / "site.toml").memory == Path("/m")
     assert read(server.experiment).methods[0].setting.rounds == 9
     assert init("--method", "flame").exit_code == 2
 

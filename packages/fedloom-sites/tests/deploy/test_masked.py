@@ -50,7 +50,13 @@ from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.sums import MAX_ATTEMPTS
 from fedloom_sites.deploy.secure.terms import Terms, check_summands, read_terms
-from fedloom_sites.deploy.secure.vectors import MEAN_SCORES, NUMBERS_PER_SCORE, ScoreVector, UploadVector
+from fedloom_sites.deploy.secure.vectors import (
+    MEAN_SCORES,
+    MIN_CLASS_SAMPLES,
+    NUMBERS_PER_SCORE,
+    ScoreVector,
+    UploadVector,
+)
 from fedloom_sites.deploy.settings import Secure
 from fedloom_sites.deploy.site.state import models
 from fedloom_sites.deploy.site.trainer import Trainer
@@ -468,22 +474,17 @@ def test_a_vector_out_of_range_costs_its_round_only(power: int, tmp_path: Path) 
 
 
 def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
-    """A site shortens an upload to the bound, in its direction; a counter shows how many have."""
-    start = secured(tmp_path / "start", "fedavg", rounds=1)
-    zero = start.clients()[0].trainer
-    first = zero.job.algorithm.global_model(zero.node.server)
-    assert first is not None
-    assert start.serve() is Stop.DONE
+    """A site whose upload is longer sends its neutral one; a counter shows how many have."""
     here = secured(tmp_path / "sites", "fedavg", rounds=1, agreed={"norm_bound": 1e-3})
-    assert here.serve() is Stop.DONE
+    assert here.serve() is Stop.TOO_FEW
     assert not here.audit("rejected")
-    [line] = here.audit("clipped uploads")
-    assert line["reason"] == "round 1: 5 of 5 uploads were clipped to the agreed bounds"
-    [sentence] = [w for w in here.summary()["warnings"] if line["reason"] in w]
-    assert sentence in lines(status_of(here.server))
-    moved, free = here.model().flatten() - first, start.model().flatten() - first
-    assert 0 < float(moved.norm()) <= 1e-3 * (1 + 1e-6)
-    assert float(torch.cosine_similarity(moved, free, 0)) > 0.9  # a mean of unit vectors in place of the mean
+    assert (
+        "5 of 5 sites with samples sent a neutral upload, because their upload was not finite, too long"
+        in (here.summary()["detail"])
+    )
+    raised = secured(tmp_path / "raised", "fedavg", rounds=1, agreed={"norm_bound": 1e3})
+    assert raised.serve() is Stop.DONE
+    assert not raised.audit("neutral uploads")
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
     assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.RESOLUTION_BITS))) is Stop.DONE
     [line] = here.audit("given up")
@@ -622,6 +623,31 @@ def test_one_score_that_is_not_finite_keeps_a_site_silent(five: Scene) -> None:
     assert vector.is_whole({("global", "test"): {name: torch.tensor([0.5]) for name in names}}, SIZES, everything)
 
 
+def test_the_recall_of_a_rare_class_is_in_no_sum(tmp_path: Path) -> None:
+    """With one sample of a class at each site, the sum over sites of different sizes shows every recall."""
+    task = {"metrics": ["recall"]}
+    experiment = parse(document({"algorithm": "fedavg"}, data={"source": "sklearn"}, task=task))
+    job, _ = make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0))
+    vector, place = ScoreVector(job), 3 * [key[2] for key in ScoreVector(job)._names].index("recall[benign]")
+    part = vector._names[place // 3][1]
+    sizes, seen = (20, 23, 29, 31, 47), set[int]()
+    for recalls in itertools.product((0.0, 1.0), repeat=len(sizes)):
+        encoded = [
+            vector.encode(
+                {("global", part): {"recall[benign]": torch.tensor([r])}}, (n, n, n), [True] * len(vector.figures)
+            )[place]
+            for n, r in zip(sizes, recalls, strict=False)
+        ]
+        seen.add(int(np.sum(encoded, dtype=np.uint64)))
+    assert len(seen) == 2 ** len(sizes), "each sum is of one combination of recalls"
+    for count in (0, 1, MIN_CLASS_SAMPLES - 1, MIN_CLASS_SAMPLES):
+        y = torch.tensor([0] * 12 + [1] * count)
+        there = SimpleNamespace(gather=lambda *_, y=y: (torch.arange(len(y)), None), targets=lambda _, y=y: y)
+        bits = ScoreVector(replace(job, eval_fed=there)).definable(0)
+        found = {name for k, (_, name) in enumerate(vector.figures) if bits >> k & 1}
+        assert ("recall[benign]" in found, "recall[malignant]" in found) == (count >= MIN_CLASS_SAMPLES, True)
+
+
 def test_sums_with_different_weights_that_isolate_a_site_stay_closed() -> None:
     """A model and a control that follow from each other: one sum less a multiple of the other."""
     means, shares = (1.0, 2.0, 2.0), (1.0, 1.0, 1.0)
@@ -648,8 +674,8 @@ def test_two_weightings_of_one_upload_are_refused_before_the_run() -> None:
 
 
 def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
-    """A digit's recall is summed where three of any four sites have the digit; elsewhere not even its count is."""
-    cut = {"kind": "dirichlet", "clients": 5, "alpha": 0.5, "max_train_per_client": 40}
+    """A digit's recall is summed where three of any four sites have enough of it; elsewhere not even its count is."""
+    cut = {"kind": "dirichlet", "clients": 5, "alpha": 0.5, "max_train_per_client": 200}
     changes = {"rounds": 1, "evaluate": {"every": 1}, "task": {"metrics": ["recall", "precision"]}, "partition": cut}
     here = secured(tmp_path, "fedavg", 4, **changes)
     experiment, totals = here.experiment, list[Any]()
@@ -667,7 +693,7 @@ def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
     kinds = set()
     for (model, part, name), row in sums.items():
         if model == "global" and part in counts and name.startswith("recall"):
-            having = sum(bool(count[int(name[7:-1])]) for count in counts[part])
+            having = sum(int(count[int(name[7:-1])]) >= MIN_CLASS_SAMPLES for count in counts[part])
             assert row[1] == (having if having >= 4 else 0), (part, name)
             assert any(row) == (having >= 4)
             kinds.add(having >= 4)
@@ -876,6 +902,8 @@ def test_what_needs_single_uploads_is_refused() -> None:
     assert "may draw a client twice" in refusal("fedavg", sampler={"kind": "size-weighted", "fraction": 1.0})
     assert not refusal("fedavg", aggregator=PRIVATE)
     assert "too little noise to be shared" in refusal("fedavg", aggregator={**PRIVATE, "sigma": 1e-7})
+    without = {"kind": "private-mean", "clip": 0.5, "sigma": 0.0}
+    assert "with sigma 0 has too little noise to be shared" in refusal("fedavg", aggregator=without)
 
 
 def test_the_threshold_is_a_majority() -> None:

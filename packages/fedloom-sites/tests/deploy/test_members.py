@@ -234,6 +234,9 @@ def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path
     assert {x["site"] for x in log if x["what"] == "accepted"} == {"site-0", "site-1", "site-2", "new"}
     document = tomllib.loads((ready / "server" / "experiment.toml").read_text())
     assert document["method"][0]["rounds"] == 2
+    further = add(ready, "further", Location(memory="/srv/memory")).folder / "site"
+    assert tomllib.loads((further / "site.toml").read_text())["memory"] == "/srv/memory"
+    assert "/srv/memory" in (further / "fedloom-site.service").read_text()
 
 
 @pytest.mark.parametrize(("every", "secure"), [(2, False), (9, True)])

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +39,13 @@ from fedloom_sites.deploy.secure.counters import COUNTERS_BYTES
 from fedloom_sites.deploy.secure.member import SessionMember, check_maskable
 from fedloom_sites.deploy.secure.terms import Terms
 from fedloom_sites.deploy.secure.vectors import UploadVector
+from fedloom_sites.deploy.site import client as client_module
+from fedloom_sites.deploy.site import trainer as trainer_module
 from fedloom_sites.deploy.site.client import Client
 from fedloom_sites.deploy.site.local_data import part_sizes
 from fedloom_sites.transport import node as node_module
 from tests.deploy.scene import Scene, document, signing_key_of
-from tests.deploy.sessions import secured
+from tests.deploy.sessions import secured, sum_honestly
 from tests.deploy.test_dishonest import Rogue
 
 pytestmark = pytest.mark.attack("also for scores. A dishonest server")
@@ -72,6 +75,34 @@ def maskable() -> list[str]:
             continue
         names.append(name)
     return [name for name in names if name != "centralized"]
+
+
+def test_a_server_that_greets_a_growing_table_sees_few_of_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greeted after every new patient, a site would tell its class and its cells; in time the run goes on."""
+    rogue = Rogue(secured(tmp_path, "fedavg", **THREE))
+    site, day = rogue.sites[0], 1
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime(2026, 12, day, tzinfo=tz)
+
+    def greet(state: str) -> bool:
+        monkeypatch.setitem(site.trainer.__dict__, "samples", state)
+        return rogue.exchange(0, "hello")[0]["status"] == "ok"
+
+    monkeypatch.setattr(client_module, "datetime", Clock)
+    assert greet("start")
+    assert [greet(f"{k} more") for k in range(8)] == [True] * 4 + [False] * 4
+    assert greet("3 more"), "the table as it was"
+    day = 2
+    assert [greet("8 more"), greet("9 more"), greet("8 more")] == [True, False, True]
+    day = 1  # a clock that goes back
+    assert not greet("9 more")
+    day = 3
+    assert greet("9 more")
 
 
 class Draws:
@@ -455,6 +486,55 @@ def test_refusals_tell_no_sample_from_another(name: str, tmp_path: Path) -> None
         guess = bool(told) or len(answer) != ANSWER
         right += (guess if attack.live == 1 else not guess) == held
     assert right <= MOST_RIGHT * QUESTIONS, f"{right} of {QUESTIONS}"
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_model_that_makes_the_uploads_of_all_sites_but_one_too_long(
+    is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit answers to a patient whom one site does not have, and its gradient is huge at the others.
+
+    Without the check, their uploads are scaled down to the bound, and the sum is the upload of that site but for the
+    coordinates of the unit.
+    """
+    single, bright = 4, torch.ones(64, dtype=torch.float64) / 8
+    rogue = Rogue(secured(tmp_path, "fedavg", agreed={"norm_bound": 5.0}, **MLP))
+    for client in rogue.sites[:single]:
+        fed, c = client.trainer.fed, client.site.client
+        x = fed.data.x.clone()
+        x[fed.indices("train", c)[:1]] = 16  # brighter than any digit
+        for name in ("_fed", "fed"):
+            client.trainer.__dict__[name] = replace(fed, data=replace(fed.data, x=x))
+    if not is_checked:
+        monkeypatch.setattr(trainer_module, "shortened", lambda *_: (None, False))
+    job, down = rogue.trainer.job, rogue.first_download()[0]
+    fed = rogue.sites[single].trainer.fed
+    brightest = float((fed.fetch(fed.indices("train", single)).reshape(-1, 64).double() @ bright).max())
+
+    def tree(row: Tensor) -> dict[str, Tensor]:
+        return {name: part.clone() for name, part in job.oracle.layout.tree(row.reshape(1, -1)).items()}
+
+    rows = tree(down[0])
+    rows["fc1.weight"][0, 0] = 1e5 * bright
+    rows["fc1.bias"][0, 0] = -1e5 * (brightest + 0.05)
+    rows["head.weight"][0, :2, 0] = 1e5
+    download = rogue.write(torch.cat([part.flatten() for part in rows.values()]))
+    session = sum_honestly(rogue, 1, download)
+    kept = [site._memory.read(1) for site in rogue.sites]
+    assert [one and one.reply["neutral"] for one in kept] == [int(is_checked)] * single + [0]
+    assert session.is_open is not is_checked
+    if is_checked:
+        assert "only 1 site answered from their samples" in rogue.refused[-1]
+        return
+    vector, own = UploadVector(job, rogue.trainer.forms.idle), kept[single]
+    assert own is not None
+    total, mine = (
+        tree(vector.decode(one, count, 1.0)[0]["dw"])["fc1.weight"][0, 1:]  # of the other units
+        for one, count in (
+            (session.total(rogue.terms(1, download)), 5), (own.tensors["reply"].numpy().view(np.uint64), 1),
+        )
+    )  # fmt: skip
+    assert float((total - mine).norm()) < 0.05 * float(mine.norm())
 
 
 # ------------------------------------------------------------------------------------------- sentences, and the budget

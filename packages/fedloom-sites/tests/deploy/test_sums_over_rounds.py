@@ -12,14 +12,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fedloom.errors import Refused, Stop
+from fedloom.errors import GivenUp, Refused, Stop
 from fedloom_sites.deploy.rehearsal.combinations import Row, find_isolated
 from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES, Changes, States, reweighted
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.member import SessionMember
-from fedloom_sites.deploy.secure.opened import read_checked
+from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.secure.protocol import Broken
 from fedloom_sites.deploy.secure.sums import SecureSums
@@ -198,6 +198,46 @@ def test_no_combination_of_sums_isolates_a_site(changes: int, seed: int, tmp_pat
     assert changes or not found
 
 
+class Colluder(SessionMember):
+    """A site that signs every list of sites, and gives its shares for every sum."""
+
+    def _check_change(self, *_: Any) -> None:
+        return
+
+    def _check_counters(self, *_: Any) -> None:
+        return
+
+    def _enter(self, record: dict[str, Any], signed: Any) -> list[int]:
+        return [*signed]
+
+
+@pytest.mark.parametrize("changes", [0, MAX_CHANGES])
+def test_no_combination_of_sums_isolates_a_site_for_a_server_with_a_site_of_its_own(
+    changes: int, tmp_path: Path
+) -> None:
+    """The same rounds with T = 4, where one site does whatever the server wants: T - 1 of the others remain in all."""
+    draw, own = np.random.default_rng(changes), 4
+    fed = Federation(secured(tmp_path, "fedavg", 4, agreed={"changes": changes}), (3, 1, 2, 5, 4))
+    opened = 0
+    for t in range(40):
+        if t in (0, 20):
+            fed.begin(t)
+            site = fed.settings[own]
+            fed.members[own] = Colluder(site, signing_key_of(own), site.folder)
+        here = [c for c in range(5) if c == own or t < 3 or draw.random() > 0.1]
+        arrived = [c for c in here if c == own or draw.random() > 0.05]
+        if len(here) >= 4 <= len(arrived):
+            opened += fed.sum(str(draw.choice(KINDS)), here, arrived)
+    rows = [{key: weight for key, weight in row.items() if key[1] != own} for row in fed.rows]
+    found = {c for few in find_isolated(rows, 3) for _, c in few}
+    known = {c for c in range(own) if f"site-{c}" in fed.changes()}
+    assert opened >= 8
+    assert fed.refused
+    assert max(fed.changes().values(), default=0) <= changes
+    assert found <= known
+    assert changes or not found
+
+
 def test_sites_that_leave_one_after_the_other_leave_a_threshold_that_never_has(tmp_path: Path) -> None:
     """If all but one left once, their differences are known, and so is what remains of a sum: the last one's."""
     for steady, isolates in ((None, set[int]()), (0, {*range(5)})):
@@ -314,6 +354,35 @@ def test_nearly_the_same_model_in_the_next_round_without_a_site(tmp_path: Path) 
     assert not sum_honestly(rogue, 4, rogue.download(0.3), clients=rest).told
 
 
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        ("without a site", "differ from the previous sum in site-4"),
+        ("with an older state", "differ from the previous sum in site-4"),
+        ("with most uploads neutral", "only 3 sites answered from their samples, but a sum needs 4"),
+    ],
+)
+def test_attacks_of_a_server_with_a_site_of_its_own(
+    attack: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site signs and opens whatever it is asked; the others do not, and three of four must, with T = 4."""
+    rogue, own = Rogue(secured(tmp_path, "scaffold", 4, agreed={"changes": 0, "norm_bound": 5.0}, **FULL_BATCH)), 3
+    answers = cast(Any, rogue.sites[own].answers)
+    answers._member = Colluder(rogue.sites[own].site, signing_key_of(own), rogue.sites[own].site.folder)
+    assert sum_honestly(rogue, 1, rogue.download()).is_open
+    if attack == "without a site":
+        session = sum_honestly(rogue, 2, rogue.download(1e-16), clients=[0, 1, 2, own], accepted=(1,) * 4)
+    elif attack == "with an older state":
+        session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1, 1, 1, 1, 0))
+    else:
+        for site in rogue.sites[:2]:
+            monkeypatch.setattr(site.trainer.node, "train", lambda *_: 1 / 0)
+        session = sum_honestly(rogue, 2, rogue.download(1e-16), accepted=(1,) * 5)
+    assert not session.is_open
+    assert {*session.told} <= {own}
+    assert any(reason in one for one in rogue.refused)
+
+
 FULL_BATCH: dict[str, Any] = {"local": {"lr": 0.05, "epochs": 1, "batch_size": 200}}
 
 
@@ -375,6 +444,73 @@ def test_states_that_differ_are_changes_of_a_site(bases: dict[str, int], moved: 
     assert again == {"d"}  # nothing is known of an experiment's first states, but that they are the same
 
 
+def test_experiments_in_turn_cost_no_change_and_hide_none() -> None:
+    """Each experiment has rounds and states of its own; a record of an earlier version has those of one."""
+    weights = {"uploads": dict.fromkeys("abcd", (1.0,))}
+
+    def after(record: Changes, experiment: str, t: int, d: int) -> Changes:
+        bases = {**dict.fromkeys("abc", t - 1), "d": d}
+        return record.add_sum("abcd", weights, States(experiment, t, bases))
+
+    returned = after(after(Changes({}, 9), "one", 3, 2), "one", 4, 1)  # d was not in the sum of round 3
+    assert returned.record["changes"] == {"d": 1}
+    other = after(returned, "two", 1, 0)
+    assert other.record["changes"] == {"d": 1}
+    assert after(other, "one", 4, 1).record["changes"] == {"d": 2}, "the sum of round 4 was given up"
+    assert after(after(other, "two", 2, 1), "one", 5, 4).record["changes"] == {"d": 2}
+    quiet = after(after(after(after(Changes({}, 0), "one", 1, 0), "two", 1, 0), "one", 2, 1), "two", 2, 1)
+    assert quiet.record["changes"] == {}
+    old = returned.record | {
+        "states": {"experiment": "one", "round": 4, "bases": {**dict.fromkeys("abc", 3), "d": 1}}, "moved": ["d"],
+    }  # fmt: skip
+    assert after(Changes(old, 9), "one", 5, 4).record["changes"] == {"d": 2}
+
+
+def opened_sums(folder: Path, changes: int, data: str = "data") -> OpenedSums:
+    return OpenedSums(folder / "state" / "one", folder / "state" / f"data-{data}", "abcde", changes, 0, 0)
+
+
+def test_a_finished_round_can_be_repeated_after_a_site_has_returned(tmp_path: Path) -> None:
+    """The server lost its newest checkpoints; the site that was away in the round has no change left.
+
+    The repeated sum is that of the round: with another site, model or weight it stays closed.
+    """
+    opened, ones = opened_sums(tmp_path, 2), {"uploads": {f"{c}": (1.0,) for c in range(5)}}
+    bases = [dict.fromkeys(map(str, range(n)), t) for t, n in enumerate((5, 4, 5))]
+
+    def sum_round(t: int, model: str = "", weights: Any = ones) -> None:
+        asked = ({"uploads": t}, {"uploads": model or f"model {t}"}, bases[t - 1])
+        opened.check_change(*asked, "", weights)
+        opened.reveal(os.urandom(4).hex(), *asked, 3, weights=weights, counts=ANSWERED_COUNTS)
+
+    for t in (1, 2, 3, 2, 3):
+        sum_round(t)
+    with pytest.raises(Broken, match="differ from the previous sum in e"):
+        sum_round(2, "another model")
+    heavy = {"uploads": {**ones["uploads"], "3": (2.0,)}}  # of one more sample at d, which would be the difference
+    sum_round(3, weights=heavy)
+    record = read_checked(tmp_path / "state" / "data-data" / "opened.json")
+    assert record is not None
+    assert record["sites"]["changes"] == {"e": 2, "d": 1}
+
+
+def test_sums_over_other_data_are_no_lost_record(tmp_path: Path) -> None:
+    """The folder of the second data exists before the first sum over them, as after `fedloom deploy snapshot`."""
+    first, second = opened_sums(tmp_path, 4), opened_sums(tmp_path, 4, "others")
+    first.begin(b"session", None)
+    (tmp_path / "state" / "one").mkdir()
+    sent = {"kind": "unmask", "status": "ok", "round": 1}
+    (tmp_path / "state" / "one" / "sent.jsonl").write_text(json.dumps(sent) + "\n")
+    (tmp_path / "state" / "data-others").mkdir()
+    second.begin(b"session", None)
+    path = tmp_path / "state" / "data-others" / "opened.json"
+    assert (read_checked(path) or {})["sites"] == {}
+    path.unlink()
+    (tmp_path / "state" / "data-data" / "opened.json").unlink()
+    first.begin(b"session", None)  # now nobody knows which sites the sum of round 1 had
+    assert (read_checked(tmp_path / "state" / "data-data" / "opened.json") or {})["sites"] == {"lost": True}
+
+
 def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server stopped after a sum of scores, and was upgraded to a version that sums fewer numbers."""
     here = secured(tmp_path, "fedavg")
@@ -392,6 +528,8 @@ def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkey
     for kept, length in ((old, 4), (old, 6)):  # the second one is of this version
         PendingSums(here.server.checkpoints).keep(kept)
         assert sums.sum(terms, weights, cast(Any, None), length, lambda total, _: len(total)).value == length
+    with pytest.raises(GivenUp, match="already summed for a different model"):  # the server went back, and lost a round
+        sums.sum(terms.with_(download="1" * 64), weights, cast(Any, None), 6, lambda total, _: len(total))
 
 
 def test_another_experiment_on_the_same_data_without_a_site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,13 @@ SiteFolder = Annotated[Path, typer.Argument(help="folder of a site, with its sit
 SiteCount = Annotated[
     int | None, typer.Option(help="number of sites (default: the number of clients of the partition)")
 ]
+Memory = Annotated[
+    Path | None,
+    typer.Option(
+        help="existing folder on each site's machine for the site's record of sums and budgets, the same for all of "
+        "its deployments (default: the site's folder state)"
+    ),
+]
 OwnData = Annotated[
     bool,
     typer.Option("--own-data", help="use each site's own data, instead of a share of the experiment's data"),
@@ -81,6 +88,7 @@ def init(
     ] = None,
     home: Annotated[Path, typer.Option(help="folder on each machine for server/ or site/")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder on each machine for the programs")] = Path("/opt/fedloom/bin"),
+    memory: Memory = None,
     days: Annotated[int, typer.Option(help="how long certificates are valid, in days")] = 365,
     own_data: OwnData = False,
     fixed_data: Annotated[
@@ -135,6 +143,7 @@ def init(
             "port": port,
             "home": home,
             "programs": programs,
+            "memory": memory,
             "days": days,
         }
         place = make(

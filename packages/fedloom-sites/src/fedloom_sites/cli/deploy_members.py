@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.lab.cli import errors, say
-from fedloom_sites.cli.deploy import Directory, SiteFolder, deploy
+from fedloom_sites.cli.deploy import Directory, Memory, SiteFolder, deploy
 
 
 @deploy.command()
@@ -52,6 +52,7 @@ def add(
     programs: Annotated[
         Path | None, typer.Option(help="folder on each machine for the programs (default: as in the deployment)")
     ] = None,
+    memory: Memory = None,
 ) -> None:
     """Let a site join a deployment that has already run.
 
@@ -62,7 +63,8 @@ def add(
     with errors():
         from fedloom_sites.deploy.ops.members import add as add_member
 
-        chosen = {key: path for key, path in (("home", home), ("programs", programs)) if path is not None}
+        folders = {"home": home, "programs": programs, "memory": memory}
+        chosen = {key: path for key, path in folders.items() if path is not None}
         place = _place(directory).with_(**chosen)
         change = add_member(directory, name, place)
         say(f"{change.folder}: a new agreement; digest {change.digest}")

@@ -23,7 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Question, Rules, Schema, answer_question
+from fedloom.analyses import (
+    Analysis,
+    AnalysisTerms,
+    Bounds,
+    ClientRows,
+    Question,
+    QuestionOrderError,
+    Rules,
+    Schema,
+    answer_question,
+    check_order,
+)
 from fedloom.analyses.registry import name_of
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.survey.agreement import Agreement
@@ -49,6 +60,8 @@ DEFAULT_LEAST = 5
 rules."""
 
 
+EXAMPLE_ROWS = 1000
+"""Number of rows of each site with which the order of an analysis' questions is checked before an agreement."""
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
@@ -139,6 +152,15 @@ class AgreedAnalysis:
         )
         return AnalysisTerms(self.schema, torch.tensor(sizes), self.rules.with_(missing=missing), published)
 
+    def check_order(self) -> None:
+        """Raise an error if the analysis asks its questions in an order in which no site answers them.
+
+        Raises:
+            CodeError: see `Analysis.check_step`.
+        """
+        everything = dict.fromkeys(range(self.clients), (1 << self.first + self.flags) - 1)
+        check_order(self.analysis, self.public([EXAMPLE_ROWS] * self.clients, everything, 0))
+
     def read_question(self, step: int, message: bytes, terms: AnalysisTerms) -> tuple[Question, Bounds]:
         """Return the question of a step and the bounds of an answer, if the question is allowed at this step.
 
@@ -147,19 +169,16 @@ class AgreedAnalysis:
             Refused: the question does not belong to this step, the rules do not allow it, or the maximum number of
                 steps has been reached.
         """
-        analysis, order = self.analysis, self.analysis.order
+        analysis = self.analysis
         if step >= self.rules.questions:
             raise Broken(
                 f"the analysis {self.name} has at most {self.rules.questions} steps, so there is no step {step}"
             )
-        if step >= len(order) and order[-1] not in analysis.retried:
-            raise Broken(
-                f"the analysis {self.name} asks each question once (a repeated question must be named in retried), so "
-                f"there is no step {step}"
-            )
-        question, wanted = Question.decode(message, analysis.questions), order[min(step, len(order) - 1)]
-        if question.name != wanted:
-            raise Broken(f"step {step} of the analysis {self.name} asks {wanted!r}, got {question.name!r}")
+        question = Question.decode(message, analysis.questions)
+        try:
+            analysis.check_step(step, question)
+        except QuestionOrderError as error:
+            raise Broken(str(error)) from None
         analysis.check_question(question, terms)
         return question, analysis.bounds(question, terms)
 
@@ -343,6 +362,7 @@ def check_analyses(
             check_rules(analysis)
             analysis.check(schema, job.setting)
             analysis.check_sites(schema, masked=threshold is not None)
+            AgreedAnalysis(name, analysis, schema, clients, threshold).check_order()
     agreed = agreed_analyses(experiment, samples, clients, threshold, first)
     digits = (first + sum(one.flags for one in agreed.values())) // 4 + 1
     most = min(MAX_FLAG_DIGITS, MAX_TERMS_BYTES // 2 // clients)

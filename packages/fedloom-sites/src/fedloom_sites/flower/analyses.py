@@ -100,7 +100,9 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
     check_rules(analysis)
     analysis.check(schema)
     analysis.check_sites(schema, masked=False)
-    return AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)
+    one = AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)
+    one.check_order()
+    return one
 
 
 def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Federation, state: RecordDict) -> RecordDict:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedloom.analyses.form import FurtherRun as FurtherRun
     from fedloom.analyses.form import Info as Info
     from fedloom.analyses.form import Question as Question
+    from fedloom.analyses.form import QuestionOrderError as QuestionOrderError
     from fedloom.analyses.form import Rules as Rules
     from fedloom.analyses.form import State as State
     from fedloom.analyses.form import needs_run as needs_run
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from fedloom.analyses.run import analysis_of as analysis_of
     from fedloom.analyses.run import analyze as analyze
     from fedloom.analyses.run import answer_question as answer_question
+    from fedloom.analyses.run import check_analysis as check_analysis
+    from fedloom.analyses.run import check_order as check_order
     from fedloom.analyses.run import run_questions as run_questions
     from fedloom.analyses.run import sum_answers as sum_answers
     from fedloom.analyses.script import ScriptedAnalysis as ScriptedAnalysis

@@ -115,6 +115,10 @@ class Question:
         return cls(name, values)
 
 
+class QuestionOrderError(CodeError):
+    """Error: an analysis asks a question out of order, or repeats a question that is not in `Analysis.retried`."""
+
+
 class Bounds(NamedTuple):
     """Range and step of each number in a client's answer. Bounds depend only on public numbers.
 
@@ -404,6 +408,26 @@ class Analysis(Value):
         The last question may be repeated if it is in `retried`.
         """
         return tuple(self.questions)
+
+    def check_step(self, step: int, question: Question) -> None:
+        """Raise if a question may not be asked at a step.
+
+        Args:
+            step: number of the question, counted from 0.
+            question: the question.
+
+        Raises:
+            QuestionOrderError: `order` has another question at this step, or the question was already asked and is not
+                in `retried`.
+        """
+        order, what = self.order, f"the analysis {kind_of(self)}"
+        if step >= len(order) and question.name not in self.retried:
+            raise QuestionOrderError(
+                f"{what} asks each question once (a repeated question must be named in `retried`), so there is no step "
+                f"{step}, got {question.name!r}"
+            )
+        if question.name != (wanted := order[min(step, len(order) - 1)]):
+            raise QuestionOrderError(f"step {step} of {what} asks {wanted!r}, got {question.name!r}")
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         """Return the bounds of an individual client's answer."""

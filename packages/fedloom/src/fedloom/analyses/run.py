@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedloom.analyses.form import (
     Bounds,
     Info,
     Question,
+    QuestionOrderError,
     Rules,
     State,
     needs_run,
@@ -35,6 +37,7 @@ from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows,
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
 from fedloom.formats import as_pandas
 from fedloom.hints import nearest, unknown
@@ -212,6 +215,7 @@ def run_questions(
 
     Raises:
         ConfigError: the analysis asks more questions than were agreed on.
+        CodeError: a question does not have the declared form, or is asked at a step at which no site answers it.
         DataError: a number in an answer was outside its bounds.
         CheckpointError: the folder belongs to a different analysis, or a sum in it is damaged.
     """
@@ -226,6 +230,7 @@ def run_questions(
         if question is None:
             return state, log
         question.check_form(analysis.questions)
+        analysis.check_step(len(log), question)
         if len(log) == terms.rules.questions:
             raise Refused(
                 f"{kind_of(analysis)} needs more than the {terms.rules.questions} agreed questions. "
@@ -243,6 +248,44 @@ def run_questions(
         log.append(record)
         with attribute_error("analysis", analysis, where):
             state = analysis.step(state, record.total, record.info)
+
+
+def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None = None) -> None:
+    """Raise if an analysis does not fit a federation, or asks questions that no real site answers.
+
+    Raises:
+        ConfigError: see `Analysis.check_run`.
+        CodeError: see `check_order`.
+    """
+    analysis.check_run(fed, setting)
+    if analysis.by_sums and ":" in kind_of(analysis):
+        clients = [client_rows(fed, k) for k in range(fed.n)]
+        schema, _ = fill_ranges(schema_of(fed.data), dict(zip(fed.names, clients, strict=True)))
+        terms = AnalysisTerms(schema, torch.tensor([*map(len, clients)]), analysis.rules or Rules())
+        with suppress(Exception):  # of code that may expect models: the run reports it
+            terms = replace(terms, published=tuple(analysis.publish(rows, terms) for rows in clients))
+        check_order(analysis, terms)
+
+
+def check_order(analysis: Analysis, terms: AnalysisTerms) -> None:
+    """Raise if an analysis asks its questions in the wrong order when the sums of all answers are zeros.
+
+    Zeros are the answer of clients with too few subjects. Another error is left to the run, because zeros may be no
+    possible sum.
+
+    Raises:
+        CodeError: see `Analysis.check_step`.
+    """
+
+    def ask(question: Question, bounds: Bounds) -> tuple[Tensor, Info]:
+        return torch.zeros_like(bounds.low), Info(len(terms.sizes), 0, 0, int(terms.sizes.sum()))
+
+    try:
+        run_questions(analysis, terms, ask)
+    except QuestionOrderError:
+        raise
+    except Exception:
+        return
 
 
 def check_info(analysis: Analysis, question: Question, info: Info) -> None:

@@ -36,6 +36,8 @@ from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.noise import deployed, noise_of_site, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES
+from fedloom_sites.deploy.secure.opened import OPENED_FILE, has_used_turns, read_checked
 from fedloom_sites.deploy.server.run import check_deployable, counts_samples
 from fedloom_sites.deploy.settings import MAX_SAFE_SHARE, Site
 from fedloom_sites.deploy.site.approval import check_data_name, count_experiments
@@ -208,9 +210,23 @@ def _memory(site: Site) -> Iterator[Finding]:
 
 
 def _share(site: Site, train: int) -> Iterator[Finding]:
-    """Yield notes on whether one site may have too large a share of the weight in a secure sum."""
+    """Yield notes on what the sums of the agreement reveal of single sites, and on the site's share of the weight."""
     if site.secure is None:
         return
+    if has_used_turns(read_checked(site.memory_folder / OPENED_FILE) or {}, site.secure.changes):
+        yield Finding(
+            "note",
+            "sums: this site sends only neutral uploads from now on, because its uploads over these data have changed "
+            "between neutral and not neutral too often. Its log states why uploads were neutral. Agree on more changes "
+            "(key `changes` in the table `secure`), or continue without this site",
+        )
+    if site.secure.changes > MAX_CHANGES or site.secure.steady_sites < site.secure.threshold:
+        yield Finding(
+            "note",
+            f"sums: changes = {site.secure.changes} and steady = {site.secure.steady_sites} let the server compute "
+            f"differences that reveal more of single sites than with {MAX_CHANGES} and {site.secure.threshold}, the "
+            "usual values. Ask the coordinator for the reason before you take part",
+        )
     most, setting = site.secure.max_share, read_agreed(site).methods[0].setting
     if most > MAX_SAFE_SHARE:
         yield Finding(

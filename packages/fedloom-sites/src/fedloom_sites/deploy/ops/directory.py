@@ -77,6 +77,11 @@ class Location(Value):
     port: int = Field(18000, ge=1, le=65535, description="loopback port of the server, behind the reverse proxy")
     home: Folder = Field(DEFAULT_HOME, description="folder on each machine for server/ or site/")
     programs: Folder = Field(Path("/opt/fedloom/bin"), description="folder on each machine for fedloom's programs")
+    memory: Folder | None = Field(
+        None,
+        description="folder on each site's machine for its record of its data, the same for all deployments of the "
+        "site (default: the site's folder state)",
+    )
     days: int = Field(365, ge=1, le=3650, description="how long the certificates are valid, in days")
     quorum: int | None = Field(
         None, ge=1, description="number of accepted replies that a round needs (default: more than half of the sites)"
@@ -241,6 +246,7 @@ def compose(of: Server | Site, place: Location) -> str:
                 version=of.version,
                 command=json.dumps([word.replace("$", "$$") for word in words]),
                 folder=folder,
+                volumes=json.dumps([f"./:{folder}", *(f"{shared}:{shared}" for shared in _shared_folders(of))]),
                 environment=json.dumps(_environment(of, name, place)),
                 restart="on-failure" if name == "run" else "unless-stopped",
                 network="host" if name in ("superlink", "site") else "service:superlink",
@@ -334,6 +340,7 @@ def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Fi
             data=plan.data,
             data_dir=plan.data_dir,
             share=plan.share,
+            memory=place.memory,
             server=place.proxy,
         )
         yield (
@@ -395,9 +402,14 @@ def _unit(name: str, what: str, of: Server | Site, place: Location, words: list[
         seconds=60 if runs else 5,
         after=f" {place.prefix}-superexec.service" if runs else "",
         memory=MEMORY_LIMITS[side],
-        writes=" ".join(str(folder / write) for write in WRITABLE_FOLDERS[side]),
+        writes=" ".join(map(str, [*(folder / write for write in WRITABLE_FOLDERS[side]), *_shared_folders(of)])),
         addresses=_only_to(peer),
     )
+
+
+def _shared_folders(of: Server | Site) -> list[Path]:
+    """Return the folders that the processes of a site share with the site's other deployments."""
+    return [of.memory] if isinstance(of, Site) and of.memory is not None else []
 
 
 def _only_to(peer: str) -> str:

@@ -126,6 +126,7 @@ def add(folder: Path, name: str, place: Location) -> Change:
     shared = {field: getattr(agreed, field) for field in Shared.model_fields}
     data = further_data_table(templates[0]["data"]) if templates else document["data"]
     about = {"site": name, "client": member.client, "data": data, "server": server.entrance}
+    about |= {} if place.memory is None else {"memory": place.memory}
     site = make(Site, {**shared, **about}, name, fields_of(Site))
     common: dict[str, str | bytes] = {
         "experiment.toml": experiment,

@@ -26,6 +26,11 @@ MAX_CHANGES = 4
 The number is small because every change reveals a difference between uploads of a site, which secure aggregation is
 meant to hide. If a site is absent more often, the run has to wait for it.
 """
+EXPERIMENTS_REMEMBERED = 32
+"""Number of recent experiments for which a site stores the summed models and states.
+
+The sites in the latest sum are remembered across all experiments.
+"""
 SAME_WEIGHT = 1e-6
 """Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
@@ -55,8 +60,9 @@ class Changes(NamedTuple):
 
     Attributes:
         record: JSON-compatible values: the `sites` in the latest sum, their `weights` (see `Weights`), the number of
-            `changes` of each site, the `states` of the latest sum of uploads, and the sites that answered the latest
-            sum from a state that differs from that of most sites (`moved`). Empty before the first sum.
+            `changes` keyed by site, and the `states` of each experiment: those of its latest sum of uploads (`bases`),
+            and the sites that answered its latest sum from another state than most (`moved`). Empty before the first
+            sum.
         limit: maximum number of changes per site.
         steady: minimum number of sites in a sum that have never changed.
     """
@@ -87,7 +93,7 @@ class Changes(NamedTuple):
         for what, now in weights.items():
             before = self.record["weights"].get(what)
             changed |= set() if before is None else reweighted(before, now)
-        moved = self._find_moved_sites(states) | {*self.record.get("moved", ())}
+        moved = self._find_moved_sites(states) | {*self._states.get(states.experiment, {}).get("moved", ())}
         return changed | (moved & {*sites})
 
     def exhausted(self, sites: Collection[str]) -> list[str]:
@@ -127,14 +133,14 @@ class Changes(NamedTuple):
                 f"{len(steady)} of its sites were in all sums over the same data, but {self.steady} "
                 "are required (key `steady` in the table `secure`)"
             )
-        trained = {"experiment": states.experiment, "round": states.trained, "bases": {**states.bases}}
-        kept = {"states": self.record["states"]} if "states" in self.record else {}
+        newest = {**self._states.get(states.experiment, {}), "moved": sorted(self._find_moved_sites(states))}
+        newest |= {} if states.trained is None else {"bases": {**states.bases}}
+        rest = {e: one for e, one in self._states.items() if e != states.experiment}
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
-                **(kept if states.trained is None else {"states": trained}),
+                "states": dict([*rest.items(), (states.experiment, newest)][-EXPERIMENTS_REMEMBERED:]),
                 "sites": sorted(sites),
-                "moved": sorted(self._find_moved_sites(states)),
                 "weights": {
                     **self.record.get("weights", {}),
                     **{what: {c: [*values] for c, values in one.items()} for what, one in weights.items()},
@@ -143,15 +149,22 @@ class Changes(NamedTuple):
             }
         )
 
+    @property
+    def _states(self) -> Mapping[str, Mapping[str, Any]]:
+        """States of each experiment (see `record`)."""
+        states: Mapping[str, Any] = self.record.get("states", {})
+        if "bases" in states:  # of an earlier version
+            return {states["experiment"]: {"bases": states["bases"], "moved": self.record.get("moved", ())}}
+        return states
+
     def _find_moved_sites(self, states: States) -> set[str]:
         """Return the sites that answer from a state that differs from that of most sites in the newest sum of uploads.
 
-        If the server accepted the newest sum, all its sites answer from the state after that round, otherwise from the
-        state before it. In the first sum of an experiment, the sites of the newest sum answer from the same round.
+        If the server accepted the newest sum of the experiment, all its sites answer from the state of its round,
+        otherwise from the state before. In the first sum of an experiment, the sites of the newest sum answer from the
+        same round.
         """
-        newest = self.record.get("states", {})
-        is_same = newest.get("experiment") == states.experiment
-        before = newest["bases"] if is_same else dict.fromkeys(self.sites)
+        before = self._states.get(states.experiment, {}).get("bases", dict.fromkeys(self.sites))
         groups = dict[object, list[str]]()
         for c in sorted({*states.bases} & {*before}):
             base = states.bases[c]

@@ -75,9 +75,8 @@ def check_maskable(setting: Setting, *, verify: bool = False) -> None:
             f"sampler {setting.sampler.kind!r} may draw a client twice, so that a sum would consist "
             "mostly of its upload"
         )
-    elif (
-        isinstance(setting.aggregator, PrivateMean)
-        and 0 < released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
+    elif isinstance(setting.aggregator, PrivateMean) and (
+        not setting.aggregator.sigma or released(setting.aggregator, MAX_SITES).scale < MIN_NOISE_STEPS
     ):
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     stored = {kind.keeps or kind.accumulates for kind in fields.values()}
@@ -350,7 +349,7 @@ class SessionMember:
         weights = _weights_by_sum(record)
         if weights is not None:
             bases = {str(c): record["bases"][str(c)] for c in clients}
-            self._opened.check_change(record["sums"], bases, weights)
+            self._opened.check_change(record["sums"], record["asked"], bases, record["question"], weights)
 
     def _check_counters(self, record: dict[str, Any], arrived: Sequence[int], counted: bytes, openers: bytes) -> None:
         """Raise an error if a sum's counters are missing or show that too few sites answered from their samples.

@@ -22,17 +22,12 @@ from typing import Any
 from fedloom.storage import hold, make_folder, release, write_atomic
 from fedloom.storage.disk import regular
 from fedloom_sites.deploy.audit import SENT_FILE, lines_of
-from fedloom_sites.deploy.secure.changes import LOST_RECORD, MAX_CHANGES, Changes, States
+from fedloom_sites.deploy.secure.changes import EXPERIMENTS_REMEMBERED, LOST_RECORD, MAX_CHANGES, Changes, States
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MOST_STEPS, Broken
 
 REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
-EXPERIMENTS_REMEMBERED = 32
-"""Number of recent experiments for which a site stores the summed models.
-
-The sites in the latest sum are remembered across all experiments.
-"""
 OPENED_FILE = "opened.json"
 STEPS_FILE_END = "-steps.json"
 """Ending of the name of the file in which a site records each step of an analysis before it answers it."""
@@ -81,13 +76,18 @@ class OpenedSums:
                 self._write(record)
 
     def check_change(
-        self, sums: Mapping[str, int], bases: Mapping[str, int], weights: Mapping[str, Mapping[str, Sequence[float]]]
-    ) -> None:
+        self, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], question: str,
+        weights: Mapping[str, Mapping[str, Sequence[float]]],
+    ) -> None:  # fmt: skip
         """Raise an error if a sum differs from the last sum in a site that has already left or returned too often.
 
+        A sum that was already opened may be repeated, for example after the server has lost its newest checkpoints.
+
         Args:
-            sums: round of the latest sum of each kind.
+            sums: round of each sum, by kind of sum.
+            models: see `reveal`.
             bases: round of the state from which each site in the sum answers, by the site's number.
+            question: see `reveal`.
             weights: each site's weights in the sum, keyed by "uploads", "scores" or the name of an analysis (see
                 `reveal`).
 
@@ -96,6 +96,10 @@ class OpenedSums:
         """
         with self._open() as record:
             self._check_name(record)
+            opened = record["experiments"].get(self._folder.name, {"opened": {}})["opened"]
+            entry = self._describe(bases, question, weights)
+            if all(opened.get(w, {}).get(str(t)) == {**entry, "models": models[w]} for w, t in sums.items()):
+                return
             states = self._collect_states(sums, bases)
             self._changes(record).add_sum(*self._counting(bases, weights), states)
 
@@ -106,7 +110,7 @@ class OpenedSums:
         reveals the site's earlier upload. The effect is the same as if the site had left the sum.
         """
         with self._open() as record:
-            return bool(record["neutral"]) and int(record["turns"]) >= max(1, self._limit - 1)
+            return has_used_turns(record, self._limit)
 
     def reveal(
         self, name: str, sums: Mapping[str, int], models: Mapping[str, str], bases: Mapping[str, int], threshold: int,
@@ -134,8 +138,8 @@ class OpenedSums:
                 different sites, states or models, or its round is too old to check.
         """
         with self._open() as record:
-            experiment, bases = self._read_experiment(record), {self._name(c): t for c, t in bases.items()}
-            is_new = False
+            experiment, entry = self._read_experiment(record), self._describe(bases, question, weights)
+            bases, is_new = entry["bases"], False
             for what, t in sums.items():
                 opened: dict[str, Any] = experiment["opened"].setdefault(what, {})
                 forgotten = experiment["forgotten"]
@@ -144,15 +148,16 @@ class OpenedSums:
                         f"round {t} is too long ago: fedloom no longer knows whether the {what} of "
                         "this round were already summed"
                     )
-                new = {"bases": bases, "models": models[what], **({"question": question} if question else {})}
-                is_new |= str(t) not in opened
-                before = opened.setdefault(str(t), new)
-                if before["bases"].keys() != bases.keys():
+                before = opened.get(str(t), {})
+                opened[str(t)] = new = {**entry, "models": models[what]}
+                is_new |= not before or before.get("weights", new["weights"]) != new["weights"]
+                before = before and {**before, "weights": new["weights"]}  # other weights are a change of sites
+                if before and before["bases"].keys() != bases.keys():
                     raise Broken(
                         f"the {what} of round {t} were already summed over different sites. The "
                         "difference between the two sums would reveal individual sites"
                     )
-                if before != new:
+                if before and before != new:
                     raise Broken(
                         f"the {what} of round {t} were already summed for a different model or from different states"
                     )
@@ -212,6 +217,15 @@ class OpenedSums:
                 "site in the agreement"
             )
 
+    def _describe(
+        self, bases: Mapping[str, int], question: str, weights: Mapping[str, Mapping[str, Sequence[float]]] | None
+    ) -> dict[str, Any]:
+        """Return what the record of opened sums contains about a sum, except for its models."""
+        named = {} if weights is None else self._counting(bases, weights)[1]
+        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
+        step = {"question": question} if question else {}
+        return {"bases": {self._name(c): t for c, t in bases.items()}, "weights": digest, **step}
+
     def _collect_states(self, sums: Mapping[str, int], bases: Mapping[str, int]) -> States:
         named = {self._name(c): t for c, t in bases.items()}
         return States(self._folder.name, sums.get("uploads"), named)
@@ -240,7 +254,10 @@ class OpenedSums:
         with lock_folder(self._memory):
             values = read_checked(self._memory / OPENED_FILE)
             if values is None:
-                lost = had_folder and any(_summed_rounds(f.parent) for f in self._folder.parent.glob(f"*/{SENT_FILE}"))
+                records = self._memory.parent.glob(f"data-*/{OPENED_FILE}")  # of sums over other data
+                summed = {e for path in records for e in (read_checked(path) or {}).get("experiments", ())}
+                logs = (f.parent for f in self._folder.parent.glob(f"*/{SENT_FILE}") if f.parent.name not in summed)
+                lost = had_folder and any(map(_summed_rounds, logs))
                 values = {"experiments": {}, "sites": LOST_RECORD if lost else {}, "neutral": False, "turns": 0}
             yield values
 
@@ -288,6 +305,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
     finally:
         release(fd)
         os.close(fd)
+
+
+def has_used_turns(record: Mapping[str, Any], limit: int) -> bool:
+    """Return True if a site's uploads stay neutral, according to its record (see `OpenedSums.stays_neutral`).
+
+    Args:
+        record: the site's record of opened sums, or an empty mapping.
+        limit: agreed number of changes.
+    """
+    return bool(record.get("neutral")) and int(record["turns"]) >= max(1, limit - 1)
 
 
 def _summed_rounds(folder: Path) -> list[int]:

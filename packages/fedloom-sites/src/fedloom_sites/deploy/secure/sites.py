@@ -124,8 +124,8 @@ class MaskedSites(Sites):
         total = counts.answered + counts.neutral
         reason = (
             f"round {t}: {counts.neutral} of {total} sites with samples sent a neutral upload, "
-            "because their upload was not finite, failed or had a negative weight, or because their "
-            "protection rejected the model. The log of each of these sites states the reason"
+            "because their upload was not finite, too long (norm_bound), failed or had a negative weight, or because "
+            "their protection rejected the model. The log of each of these sites states the reason"
         )
         if counts.answered < self._agreed.threshold:
             least = f"a sum needs {self._agreed.threshold} others, so no site decrypts it"

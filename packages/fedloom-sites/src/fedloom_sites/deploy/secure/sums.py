@@ -151,6 +151,12 @@ class SecureSums:
         pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is not None and pending.sums == terms.sums and len(pending.total) != length:
             pending = None  # an earlier version of fedloom has summed other numbers
+        if pending is not None and pending.models.items() & terms.model_digests.items() != terms.model_digests.items():
+            raise GivenUp(
+                f"round {terms.round}: this round was already summed for a different model, from which the server has "
+                "gone back. No site decrypts a second sum of a round",
+                pending.clients,
+            )
         if pending is None:
             pending = self._collected(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)

@@ -45,6 +45,12 @@ UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
 SUMMED_MODELS = ("global", "personal")
 """Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sums of
 its scores and of the global model's scores would be of the sites alone that use their personal model."""
+MIN_CLASS_SAMPLES = 5
+"""Minimum number of a site's samples of a class for which metrics of this class are summed.
+
+The recall of a class with a single sample is 0 or 1. A sum over sites of different sizes, which weights each recall by
+the size of its site, would then show the recall at every site.
+"""
 PROBE_DISTANCE = 2.0
 """Amount by which artificial outputs, which probe a site's metrics, are shifted toward one prediction. The outputs
 themselves vary by less than 1."""
@@ -217,8 +223,8 @@ class ScoreVector:
         """Return, as bits, which of the `figures` are defined by a site's samples for any model's predictions.
 
         Two artificial outputs are scored, one that predicts only the first class and one that predicts only the last
-        class: AUROC needs both classes, and the recall of a class needs a sample of that class. The precision of a
-        class depends on the predictions, so samples alone never define it.
+        class: AUROC needs both classes. A metric of one class needs `MIN_CLASS_SAMPLES` samples of this class. The
+        precision of a class depends on the predictions, so samples alone never define it.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
         for part in self._parts:
@@ -230,8 +236,9 @@ class ScoreVector:
             first[:, 0] += PROBE_DISTANCE if task.outputs > 1 else -PROBE_DISTANCE
             last[:, -1] += PROBE_DISTANCE
             probes = [task.metrics(outputs, targets, owner, 1) for outputs in (first, last)]
+            rare = _find_rare_classes(targets, [*probes[0]])
             for k, (where, name) in enumerate(self.figures):
-                is_summed = where == part and name not in UNSUMMED_SCORES
+                is_summed = where == part and name not in UNSUMMED_SCORES and not name.endswith(rare)
                 bits |= (is_summed and all(name in probe and bool(probe[name].isfinite()) for probe in probes)) << k
         return bits
 
@@ -297,3 +304,18 @@ class ScoreVector:
 
     def _samples(self, part: str, sizes: Sequence[int]) -> int:
         return sizes[DATA_PARTS.index(part)] if part in DATA_PARTS else sizes[0]
+
+
+def _find_rare_classes(targets: Tensor, metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return the endings of the names of metrics of classes with fewer than `MIN_CLASS_SAMPLES` samples.
+
+    Args:
+        targets: classes ``[n]``, with -1 for none, or labels ``[n, c]``.
+        metrics: names of all metrics. Metrics of one class, such as recall[ill], are in the order of the classes.
+    """
+    endings = [*dict.fromkeys(name[name.index("[") :] for name in metrics if "[" in name)]
+    if not endings:
+        return ()
+    classes = targets[targets >= 0].long()
+    counts = classes.bincount(minlength=len(endings)) if targets.dim() == 1 else (targets > 0).sum(0)
+    return tuple(e for e, count in zip(endings, counts.tolist(), strict=False) if count < MIN_CLASS_SAMPLES)

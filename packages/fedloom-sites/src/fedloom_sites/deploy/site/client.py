@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -29,6 +30,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 )
 from fedloom_sites.deploy.protocol.identity import sign, signing_key
 from fedloom_sites.deploy.protocol.public import PublicReason, publish_reasons
+from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.site import MaskedAnswers
 from fedloom_sites.deploy.settings import Site
 from fedloom_sites.deploy.site.approval import check_approved, check_data_name
@@ -235,8 +237,12 @@ class Client:
     def _watch_samples(self) -> None:
         """Report samples that have changed since the last message, or raise an error if changes are not allowed.
 
+        Numbers of samples and cells with enough subjects are public, so a server that greets a site again and again
+        would see every new subject in a growing table. Under secure aggregation or an epsilon, after `MAX_CHANGES`
+        changes the samples may therefore change once a day.
+
         Raises:
-            ConfigError: the samples have changed, although the agreement does not allow this.
+            ConfigError: the samples have changed although the agreement does not allow it, or too often.
         """
         before = self._memory.changed(self.trainer.samples)
         if before is None:
@@ -246,8 +252,15 @@ class Client:
             raise Refused(
                 f"{what}, but with fixed_data the data must not change. Restore the data, or start a new experiment"
             )
-        self._memory.note_samples(self.trainer.samples)
-        if self.trainer.private or self.site.secure is not None:
+        days, today = self._memory.days_of_changes(), datetime.now(UTC).date().isoformat()
+        is_secret = self.trainer.private or self.site.secure is not None
+        if is_secret and len(days) >= MAX_CHANGES and today in days:
+            raise Refused(
+                f"{what}, for the second time today. Restore the data, or wait until tomorrow (UTC). In the next "
+                "deployment, read a snapshot: fedloom deploy snapshot"
+            )
+        self._memory.note_samples(self.trainer.samples, [*days, today])
+        if is_secret:
             self.trainer.log_privately(what)
         else:
             self._memory.notes.append(f"{what}. The run continues with the new samples")

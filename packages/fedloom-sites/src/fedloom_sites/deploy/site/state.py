@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -172,9 +172,14 @@ class SiteState:
             self.note_samples(samples)
         return None if noted in (None, (samples,)) else noted[0]
 
-    def note_samples(self, samples: str) -> None:
-        """Store the digest of the site's samples for `changed`."""
-        self._note(SAMPLES_FILE, samples=samples)
+    def note_samples(self, samples: str, days: Sequence[str] = ()) -> None:
+        """Store the digest of the site's samples for `changed`, and the days on which the samples have changed."""
+        self._note(SAMPLES_FILE, samples=samples, days=[*days])
+
+    def days_of_changes(self) -> list[str]:
+        """Return the days on which the samples have changed, once for every change."""
+        noted = self._noted(SAMPLES_FILE, list[str], "days")
+        return [] if noted is None else noted[0]
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
         """Return the generation that was computed for the same round, download and state, or None if none exists."""

@@ -32,12 +32,14 @@ from fedloom.local.rows import name_tensors
 from fedloom.processes.clients import Scores
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.noise import deployed, noise_of_site
+from fedloom_sites.deploy.noise import SharedMean, deployed, noise_of_site
 from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.deploy.protocol.lengths import shortened
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
+from fedloom_sites.deploy.secure.integers import MAX_NUMBER
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.setting_files import check_version
-from fedloom_sites.deploy.settings import Site
+from fedloom_sites.deploy.settings import Site, bound_of
 from fedloom_sites.deploy.site.crafted import check_change, check_units, norms_of
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
@@ -240,7 +242,7 @@ class Trainer:
         try:
             output = self.node.train(job, down, t)
             work = output.work
-            self._check_result(job, output, t)
+            self._check_result(job, output, down, t)
             check_units(site.dead_units, job, down, t, self.ids, len(site.samples.vocabulary))
             if stays_neutral:
                 raise Refused(
@@ -257,21 +259,34 @@ class Trainer:
             return Trained(ClientOutput(upload, self._site_state(job), work), is_neutral=True)
         return Trained(output)
 
-    def _check_result(self, job: Job, output: ClientOutput, t: int) -> None:
+    def _check_result(self, job: Job, output: ClientOutput, down: Any, t: int) -> None:
         """Raise an error if a result is unusable.
 
+        Under masks, an upload beyond its bounds is unusable as well. If it were scaled down, a model that makes the
+        uploads of all sites but one too long would leave little in the sum but the upload of that site.
+
         Raises:
-            ConfigError: the result is not finite, or (under masks) the norm of a row of the site's state exceeds
-                ``engine.norm_bound`` or a weight is negative.
+            ConfigError: the result is not finite, or (under masks) the norm of the upload or of a row of the site's
+                state exceeds its bound, a number is out of range or a weight is negative.
         """
+        secure, longest = self.site.secure, job.setting.engine.norm_bound
         if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
             raise Refused(f"round {t}: the result of the training is not finite")
-        if self.site.secure is None or self.noise is not None:
+        if secure is None or self.noise is not None:
             return
-        if not bool(usable(tuple(output.state.rows), 1, job.setting.engine.norm_bound).all()):
+        if not bool(usable(tuple(output.state.rows), 1, longest).all()):
             raise Refused(f"round {t}: the norm of a row of this site's state exceeds engine.norm_bound")
         if not bool(usable(tuple(output.upload), 1, None, job.weights(output.upload)).all()):
             raise Refused(f"round {t}: the upload contains a negative weight")
+        if isinstance(job.setting.aggregator, SharedMean):
+            return  # which clips before it adds noise
+        bounds = {name: bound_of(secure.norm_bound, name) for name in job.fields}
+        if shortened(job, output.upload, down, bounds)[1]:
+            raise Refused(
+                f"round {t}: the norm of the upload exceeds norm_bound of the agreement, or engine.norm_bound"
+            )
+        if any(bool((field.abs() > MAX_NUMBER).any()) for field in output.upload):
+            raise Refused(f"round {t}: a number of the upload is not between {-MAX_NUMBER:g} and {MAX_NUMBER:g}")
 
     @cached_property
     def _blank(self) -> Job:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from fedloom.analyses import ANALYSES
+from fedloom.analyses import ANALYSES, check_analysis
 from fedloom.analyses.registry import name_of
 from fedloom.data.dataset import default_to_cpu
 from fedloom.data.federation import Federation
@@ -132,7 +132,7 @@ class Plan:
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         for analysis in experiment.analyses:
             for fed in self.federations.values():
-                analysis.check_run(fed, experiment.common)
+                check_analysis(analysis, fed, experiment.common)
             if analysis.runs_further and ranks.size > 1:
                 raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
         first = experiment.head.seeds[0]

@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli_w
 
+from fedloom.analyses import check_analysis
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keeping
 from fedloom.engine.checks.moved import update_document
@@ -137,7 +138,7 @@ class Tuning:
         whole = {s: clients(s) for s in seeds}
         for s, fed in whole.items():
             for analysis in self.experiment.analyses:
-                analysis.check_run(fed, self.experiment.common)
+                check_analysis(analysis, fed, self.experiment.common)
             for method in self.experiment.methods:
                 check(method.setting.with_(seed=s), fed)
         self.federations: dict[int, Federation] = {s: remove_test(fed) for s, fed in whole.items()}
