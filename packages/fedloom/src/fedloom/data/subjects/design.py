@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.data.tables import level
+from fedloom.data.tables import level_name
 from fedloom.errors import DataError
 
 Ints = NDArray[np.int64]
@@ -172,7 +172,7 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     arrays = {name: np.asarray(value) for name, value in values.items() if value is not None}
     if not arrays:
         return None
-    from fedloom.data.sources.table.checks import doubtful_levels  # the package of sources needs designs
+    from fedloom.data.sources.table.checks import note_doubtful_levels  # the package of sources needs designs
 
     for name, value in arrays.items():
         if value.shape != (rows,):
@@ -185,12 +185,12 @@ def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | N
     for name in ("subject", "strata"):
         if name in arrays:
             array = arrays[name]  # 1, 1.0 and " 1" are one subject, as in a table
-            array = np.array([level(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
+            array = np.array([level_name(v) for v in array.tolist()]) if array.dtype.kind in "OUS" else array
             levels, codes = np.unique(array, return_inverse=True)
             design[name] = torch.from_numpy(codes.astype(np.int64))
             if name == "subject" and len(levels) <= MAX_COMPARED_SUBJECTS:
-                coded = codes.astype(np.float64), tuple(map(level, levels.tolist()))
-                doubts = tuple(doubtful_levels({"subject": coded}, "", "subject"))
+                coded = codes.astype(np.float64), tuple(map(level_name, levels.tolist()))
+                doubts = tuple(note_doubtful_levels({"subject": coded}, "", "subject"))
     if "order" in arrays:
         order = arrays["order"]
         if order.dtype.kind == "M":
