@@ -167,7 +167,7 @@ def bins_with_events(site: SurvivalSite, terms: CoxAgreement) -> NDArray[np.bool
 
 
 def merged_ends(terms: CoxAgreement, filled: NDArray[np.bool_], missing: int, fewest: int) -> CoxAgreement:
-    """Return wider bins in which `fewest` sites have events, even if any `missing` sites are absent.
+    """Return wider bins, in each of which `fewest` sites have events even if any `missing` sites are absent.
 
     Every site computes the same bins. The bins that follow the last wider bin are added to it.
 
@@ -287,7 +287,7 @@ class Opened(NamedTuple):
     Attributes:
         likelihood: likelihood at these coefficients.
         sums: sums over the rows at risk. None for a stratified fit.
-        losses: losses at every site (see `BinningLoss`).
+        losses: losses of all sites together (see `BinningLoss`).
         rows: number of rows in the fit.
         squares: squared distances of each column from its mean, summed over the rows, ``[p]``. None if there is no
             ridge.

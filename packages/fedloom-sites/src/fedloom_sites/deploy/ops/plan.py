@@ -45,8 +45,8 @@ from fedloom_sites.deploy.site.local_data import federation_of
 
 DRIFT_MARGIN = 10.0
 """Factor by which the norm of a difference may exceed the largest norm in the first round. In 20 rounds of the
-registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that with a channel
-that stores its errors, unless a method diverged."""
+registry's methods, the largest norm was up to 4 times that of the first round, and up to 7 times that norm with a
+channel that stores its errors, unless a method diverged."""
 DRAWS_CHECKED = 50
 """Number of rounds whose cohorts are drawn in order to check that all sites train in each round. If a sampler draws
 fewer sites, this is soon detected."""
@@ -351,7 +351,7 @@ def _placeless(one: Experiment) -> dict[str, Any]:
 
 
 def _data_table(one: Experiment) -> dict[str, Any]:
-    """Return the [data] table of a site that has its own data: a file named after the site, next to its settings."""
+    """Return the [data] table of a site with its own data: a file named as in the experiment, next to its settings."""
     path, options = getattr(one.source, "path", None), _placeless(one)
     if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
         options = {k: v for k, v in options.items() if k not in OF_ONE_TABLE} | one.source.targets

@@ -147,7 +147,7 @@ class Request(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Message that was sent to a site and whose reply has not yet arrived.
+    """Message that was sent to a site and whose reply is still expected.
 
     Attributes:
         kind: kind of the message.

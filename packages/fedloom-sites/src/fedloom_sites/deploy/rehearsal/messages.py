@@ -1,4 +1,4 @@
-"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, large tables."""
+"""Attacks with messages and files: budgets, replays, malformed and huge messages, disguised names, oversized tables."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
     noise = noise_of_site(deployed(trainer.experiment.methods[0].setting, site.site.survivors))
     limit = site.site.epsilon
     if noise is None and limit is None:
-        raise Inapplicable("the agreement contains neither noise (delta) nor a limit on epsilon")
+        raise Inapplicable("no noise (delta) is agreed on, and the site sets no limit on epsilon")
     rogue, releases, rounds = site.rogue(copy), 0, min(trainer.rounds, 20)
     for t in [*range(1, rounds + 1), *range(1, rounds + 1)]:
         releases += ask_upload(site, rogue, t, rogue.download(1e-3 * releases)) > 0
@@ -277,7 +277,7 @@ def ask_small_cells(site: RehearsedSite) -> AttackOutcome:
 
 
 def ask_crafted_questions(site: RehearsedSite) -> AttackOutcome:
-    """Return the outcome of crafted questions of analyses, agreed or not, sent to copies that differ in one sample."""
+    """Return the outcome of crafted questions of analyses, agreed or not, to two copies that differ in one sample."""
     twins = [site.copy(), site.copy(change_first_sample(site))]
     transcripts = [[*_ask_questions(site, site.rogue(twin))] for twin in twins]
     answered = sum(length > 0 for _, length in transcripts[0])

@@ -35,7 +35,7 @@ class Digits(Source):
 
 @cache
 def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Return the 64 pixels of each row and the digit, read from a scikit-learn file.
+    """Return rows of 64 pixels and the digit, read from a scikit-learn file.
 
     Importing scikit-learn instead would take as long as importing torch.
     """

@@ -92,7 +92,7 @@ class Rereading:
 
 
 def read_at_random(read: Callable[[Sequence[int] | None], T], key: Callable[[T], Any], count: int, name: str) -> T:
-    """Read samples with a fixed seed, after checking that the seed determines all random transformations.
+    """Read samples with a fixed seed, after checking that the seed determines all random changes.
 
     Args:
         read: function that reads the samples at given positions, or all samples if the argument is None.
@@ -181,7 +181,7 @@ def steady(
 
 
 def varies(make: Callable[[], Any], times: int) -> bool:
-    """Return True if user code returns different samples each time it is called.
+    """Return True if user code returns different samples when it is called several times.
 
     The global random generators are restored afterwards.
     """
